@@ -134,7 +134,8 @@ class ForwardBackward(Schedule):
                 as by Megatron's interleaved schedule.
             forward_only: no gradients; nothing is kept for a backward. The loss is not looked at then, so it may be a
                 plain number. On the last stage `loss_func` may be None, and the outputs are returned.
-            collect_non_loss_data: call `loss_func(output, non_loss_data=True)` and return what it returns.
+            collect_non_loss_data: with `forward_only`, call `loss_func(output, non_loss_data=True)` and return what it
+                returns.
             first_val_step: with `forward_only`, whether to call the model's `set_is_first_microbatch`.
             adjust_tensor_shapes_fn: takes and returns the lists of shapes received and sent.
             p2p_communicator, pg_collection: where `pg_collection.pp` or `p2p_communicator.pp_group` is there, it is

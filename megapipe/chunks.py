@@ -22,9 +22,14 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 
 def wrapped_in(chunk: Any) -> list[Any]:
-    """A chunk, and the modules that it wraps as `module`, or torch.compile's as `_orig_mod`, from the outside in."""
-    found, inner = [], chunk
+    """A chunk, and the modules that it wraps as `module`, or torch.compile's as `_orig_mod`, from the outside in. A
+    wrapper has no parameters and buffers besides those of the module in it: so a model with one part called `module` is
+    none."""
+    found: list[Any] = []
+    inner = chunk
     while isinstance(inner, nn.Module):
+        if found and not _is_all_of(found[-1], inner):
+            break
         found.append(inner)
         if getattr(type(inner), "calls_no_modules", False):
             break
@@ -33,14 +38,15 @@ def wrapped_in(chunk: Any) -> list[Any]:
     return found
 
 
+def _is_all_of(outer: nn.Module, inner: nn.Module) -> bool:
+    if not (outer._parameters or outer._buffers) and [*outer.children()] == [inner]:
+        return True  # without a look at each
+    return {*map(id, tensors_of(inner))} == {*map(id, tensors_of(outer))}
+
+
 def unwrap(chunk: nn.Module) -> nn.Module:
-    """The model inside of all wrappers. A wrapper has no parameters and buffers besides those of the module in it: so a
-    model with one part called `module` is none."""
-    for inner in wrapped_in(chunk)[1:]:
-        if {*map(id, tensors_of(inner))} != {*map(id, tensors_of(chunk))}:
-            break
-        chunk = inner
-    return chunk
+    """The model inside of all wrappers."""
+    return wrapped_in(chunk)[-1]  # type: ignore[no-any-return]
 
 
 def tensors_of(chunk: nn.Module) -> Iterator[Tensor]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -195,78 +192,3 @@ def _parse_header(text: bytes) -> MessageSpec:
         tuple(structure) if isinstance(structure, list) else structure,
         tuple(TensorSpec(tuple(shape), getattr(torch, dtype), diff) for shape, dtype, diff in tensors),
     )
-
-
-# A missing gradient (None) travels in a message as long as any, whether its receive is posted ahead or not. A long one
-# is zeros with a pattern of signs: a receiver that does not look at these adds zeros. A gradient of few elements may be
-# such zeros itself. So a short one is NaNs with bits that no arithmetic makes: a receiver that does not look replaces
-# them.
-
-SIGNS = f"{0xB7E151628AED2A6A:b}"  # digits of e, as good as random: a gradient of zeros has these once in 2**64
-
-
-def no_gradient(like: torch.Tensor) -> torch.Tensor:
-    """The message for a missing gradient of `like`, of its shape and dtype."""
-    if like.numel() < len(SIGNS):
-        return _nans(like.dtype, like.numel(), like.device).clone().view(like.shape)
-    zeros = torch.zeros_like(like, memory_format=torch.contiguous_format)
-    zeros.view(-1)[: len(SIGNS)].copy_(_signed_zeros(like.dtype))
-    return zeros
-
-
-def is_no_gradient(tensor: torch.Tensor) -> bool:
-    """Whether it was made by `no_gradient`. The host waits for a device, if the tensor is on one."""
-    count = min(tensor.numel(), len(SIGNS))
-    if not count or not tensor.is_contiguous():
-        return False
-    head = tensor if tensor.is_cpu else tensor.view(-1)[:count].cpu()
-    # Memory as it is: comparing tensors would take longer than a small backward, and zeros are equal.
-    memory, expected = _memory_of_no_gradient(tensor.dtype, count)
-    return bool(memory.from_address(head.data_ptr()).raw == expected)
-
-
-def zeros_if_none(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros instead of a message made by `no_gradient`. The host does not wait for a device."""
-    if tensor.numel() >= len(SIGNS) or not tensor.is_contiguous():
-        return tensor
-    bits = tensor.view(-1).view(torch.uint8)
-    is_none = bits.eq(_nans(tensor.dtype, tensor.numel(), tensor.device).view(torch.uint8)).all()
-    return bits.masked_fill(is_none, 0).view(tensor.dtype).view(tensor.shape)
-
-
-@functools.cache
-def _nans(dtype: torch.dtype, count: int, device: torch.device) -> torch.Tensor:
-    """Made on the device: a copy to it would wait for it. Types of one byte have one kind of NaN, or few."""
-    nans = torch.full((count,), math.nan, device=device).to(dtype)
-    size = dtype.to_real().itemsize
-    if size > 1:
-        bits = nans.view(torch.uint8)
-        bits.fill_(0xFF)
-        bits[::size] = 0xE1
-    return nans
-
-
-@functools.cache
-def _signed_zeros(dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor([-0.0 if sign == "1" else 0.0 for sign in SIGNS], device="cpu").to(dtype)
-
-
-@functools.cache
-def _memory_of_no_gradient(dtype: torch.dtype, count: int) -> tuple[Any, bytes]:
-    """The ctypes type of that much memory, and its bytes."""
-    head = _signed_zeros(dtype) if count == len(SIGNS) else _nans(dtype, count, torch.device("cpu"))
-    memory = ctypes.c_char * head.nbytes
-    return memory, memory.from_address(head.data_ptr()).raw
-
-
-@contextmanager
-def made_anew() -> Iterator[None]:
-    """The context of tensors without memory, such as torch's fake ones: none that is kept here goes in or out."""
-    kept = (_nans, _signed_zeros, _memory_of_no_gradient)
-    try:
-        for function in kept:
-            function.cache_clear()
-        yield
-    finally:
-        for function in kept:
-            function.cache_clear()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import StepConfig, check_whole_number
-from ..messages import MessageSpec, made_anew
+from ..messages import MessageSpec
 from ..options import Autocast, Recompute
 from ..p2p_communication import Transfer
 from ..plan import Action, StageBytes, StageInfo
@@ -65,7 +65,7 @@ def bytes_of_stages(
 
         around = mode = FakeTensorMode()
         microbatch = torch.utils._pytree.tree_map_only(Tensor, mode.from_tensor, microbatch)
-    with made_anew(), around:
+    with around:
         for index in range(num_stages):
             info = StageInfo(index, num_stages)
             module = make_stage(info)
@@ -106,7 +106,6 @@ def _measure(
     recomputes = step.config.settings.recomputes_stage(info.index)
     for is_recomputed in (False, True) if recomputes else (False,):
         stage = Stage(info, 0, step, None)
-        stage.looks_for_none = False  # it would look into tensors that have no memory
         runs = runs_of(stage, _extensions(step, info, is_recomputed))
         for _, is_split in itertools.product(range(2), (False, True)):
             with LiveStorages(step.device) as storages:

@@ -59,7 +59,6 @@ class PostValidation(Extension):
                 self._validate()
                 if self._call.is_void:
                     unit.edges = []  # without which there is nothing to compute
-                    stage.looks_for_none = False  # that says nothing of other steps
             elif self._call.is_void:
                 return
             run(unit)

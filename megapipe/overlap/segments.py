@@ -39,9 +39,10 @@ def in_segments(module: nn.Module, *args: Any, **kwargs: Any) -> Segments:
         x = yield from in_segments(layer, x)
 
     Segments are those of the module's `forward_segments`, a generator method with the arguments and the result of
-    `forward`, which yields before each wait for a communication. The module, or one inside its wrappers (`.module`),
-    defines it; the forwards of such wrappers are skipped. A module without it is called as a whole, and so is one with
-    forward hooks, since they belong around a call, or in DistributedDataParallel.
+    `forward`, which yields before each wait for a communication. The module, or one inside its wrappers (`.module`, and
+    no other parts), defines it; the forwards of such wrappers are skipped. A module without it is called as a whole.
+    So is one with forward hooks, since they belong around a call, one whose forward has been replaced, by a subclass or
+    as an attribute, and one in DistributedDataParallel.
     """
     return Segments(module, args, kwargs)
 
@@ -112,10 +113,23 @@ def find_forward_segments(module: Any) -> Callable[..., Generator[None, None, An
         # DistributedDataParallel's forward prepares the reduction of the gradients.
         if _has_hooks(inner) or isinstance(inner, nn.parallel.DistributedDataParallel):
             return None
+        if "forward" in vars(inner) and "_orig_mod" not in inner._modules:  # as torch.compile's wrapper has it
+            return None
         forward_segments = getattr(inner, "forward_segments", None)
         if forward_segments is not None:
-            return forward_segments  # type: ignore[no-any-return]
+            return forward_segments if _are_of_forward(type(inner)) else None
+        if len([*inner.children()]) > 1:  # its forward does more than to call one
+            return None
     return None
+
+
+def _are_of_forward(kind: type) -> bool:
+    """Whether the segments are those of its forward, and not of one that a subclass has replaced."""
+    return next(("forward_segments" in vars(one) for one in kind.__mro__ if _defines(one)), True)
+
+
+def _defines(kind: type) -> bool:
+    return not {"forward", "forward_segments"}.isdisjoint(vars(kind))
 
 
 def _has_hooks(module: Any) -> bool:

@@ -6,15 +6,13 @@ which `parallelize_module` makes. Torch has no hook there, so its function is re
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
-from ..weight_grad import backward_context
+from ..weight_grad import backward_context, this_thread
 
 
 class filling_windows:  # noqa: N801  # a context; a generator would take longer, around each action
@@ -31,7 +29,7 @@ class filling_windows:  # noqa: N801  # a context; a generator would take longer
         context = backward_context
         context.lock.acquire()
         self._before = context.overlap_callback, context.overlap_thread, functional.wait_tensor
-        context.overlap_callback, context.overlap_thread = self._callback, threading.get_ident()
+        context.overlap_callback, context.overlap_thread = self._callback, this_thread()
         functional.wait_tensor = wait_in_window
 
     def __exit__(self, *error: object) -> None:
@@ -60,8 +58,7 @@ _original = functional.wait_tensor
 
 def wait_in_window(tensor: Tensor) -> Any:
     """Torch's `wait_tensor`, after the window is filled."""
-    # Not for threads with other things to do, such as reductions of gradients: a backward may have any thread.
-    is_of_action = threading.get_ident() == backward_context.overlap_thread or torch._C._current_graph_task_id() != -1
-    if is_of_action and not functional._are_we_tracing():
+    # Not for threads with other things to do, such as reductions of gradients or backwards of their own.
+    if this_thread() is backward_context.overlap_thread and not functional._are_we_tracing():
         fill_window()
     return _original(tensor)  # type: ignore[no-untyped-call]

@@ -143,6 +143,11 @@ def check_call(call: Call, pp_size: int) -> None:
     check_whole_number("num_microbatches", call.num_microbatches, 1)
     if not callable(call.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(call.forward_step_func).__name__}.")
+    if call.collect_non_loss_data and not call.forward_only:
+        raise ValueError(
+            "collect_non_loss_data asks loss_func for other things than a loss, so nothing would be trained: pass "
+            "forward_only=True with it, or leave it out."
+        )
     if call.config.calculate_per_token_loss and not call.forward_only:
         check_added_up(call.models, call.config.finalize_model_grads_func is not None)
     if pp_size > 1 and not call.forward_only and call.config.grad_scale_func is not None:

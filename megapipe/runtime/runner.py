@@ -156,6 +156,7 @@ class Runner:
             _ = key.plan  # raises where the schedule cannot keep to these
         self._kinds = key.kinds
         if not call.forward_only:
+            key.check_settings()
             check_replicas(call.models, key)
         agreed = to_agree_on(schedule.name, call, self.stages, self.specs) | self.undescribed.to_agree_on(self.specs)
         return OfNumber(key, schedule.loops if call.forward_only else key.loops, agreed)

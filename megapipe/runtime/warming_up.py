@@ -189,7 +189,6 @@ def _run(
     own = {action.kind for action in runner.key.plan.actions[runner.pp_rank] if action.stage == info.index}
     extensions = runner.extensions(call)
     stage = runner.make_stages(call, extensions)[chunk]
-    stage.looks_for_none = False  # these gradients say nothing of those to come
     if chunk in runner.undescribed:
         stage.output_specs = None  # what steps have found may change
     runs = runs_of(stage, extensions)

@@ -7,7 +7,6 @@ backward: the tensor is then a root of that, beside the slice's output.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..messages import unshared
+from ..weight_grad import this_thread
 
 
 class SequenceSlice(NamedTuple):
@@ -114,16 +114,11 @@ class _Running(NamedTuple):
     is_backward: bool
 
 
-# Autograd runs backward in threads of its own, which see no thread-local of the thread that asked for it. So this is
-# plain, and forwards and backwards of several threads take turns.
-_running: _Running | None = None
-_turn = threading.RLock()
-
-
 def _asked() -> _Running | None:
-    if _running is not None:
-        _running.state.was_asked = True
-    return _running
+    running: _Running | None = this_thread().slice
+    if running is not None:
+        running.state.was_asked = True
+    return running
 
 
 class _Kept:
@@ -257,14 +252,11 @@ class _Computing(AbstractContextManager[None]):
         self._ends_backward = running.is_backward and is_end
 
     def __enter__(self) -> None:
-        global _running
-        _turn.acquire()
-        self._before, _running = _running, self._own
+        self._thread = this_thread()
+        self._before, self._thread.slice = self._thread.slice, self._own
 
     def __exit__(self, kind: Any, *error: Any) -> None:
-        global _running
-        _running = self._before
-        _turn.release()
+        self._thread.slice = self._before
         if self._ends_backward and kind is None:
             self._own.state.end_backward(self._own.slice)
 

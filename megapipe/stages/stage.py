@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..chunks import find_attribute
 from ..frameworks import find_cut
-from ..messages import (
-    MessageSpec,
-    TensorSpec,
-    check_sendable,
-    is_no_gradient,
-    no_gradient,
-    pack,
-    unpack,
-    unshared,
-    zeros_if_none,
-)
+from ..messages import MessageSpec, TensorSpec, check_sendable, pack, unpack, unshared
 from ..overlap import Segments, find_forward_segments
 from ..p2p_communication import Transfer
 from ..plan import StageInfo
@@ -42,9 +31,6 @@ from .unit import Unit, edge_of
 
 EXPLAINED = (RuntimeError, StopIteration, TypeError, AttributeError)
 """Errors of the caller's functions for which there may be a better sentence."""
-
-_all_given: WeakSet[nn.Module] = WeakSet()
-"""Chunks on a device that have been given a gradient for each output, where looking for it makes the host wait."""
 
 
 class Stage:
@@ -91,9 +77,6 @@ class Stage:
         """The unit whose input the model has."""
         self._shown_structure: Any = None
         """That of the input: as MessageSpec's."""
-        self._is_on_cpu = step.device.type == "cpu"
-        self.looks_for_none = self._is_on_cpu or self.module not in _all_given
-        """Whether an output may have no gradient, which is no gradient of zeros."""
         self._around = []
         for framework in step.frameworks:
             if (around := framework.around_forwards(self.module, step.num_units, step.device)) is not None:
@@ -292,37 +275,28 @@ class Stage:
     def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
         """The edges at which backward begins, and their gradients."""
         assert unit.output_grads is not None
-        roots, num_without = [], 0
+        roots = []
         for edge, grad in zip(unit.edges, unit.output_grads):
-            if edge is None:
-                continue
-            if not self._is_last:
-                if not self.looks_for_none:
-                    grad = zeros_if_none(grad)
-                elif is_no_gradient(grad):
-                    num_without += 1
-                    continue
-            roots.append((edge, grad))
-        if self.looks_for_none and not (num_without or self._is_on_cpu or self._is_last):
-            self.looks_for_none = False
-            _all_given.add(self.module)
+            if edge is not None:
+                roots.append((edge, grad))
         return roots
 
     def _take_input_grads(self, unit: Unit) -> None:
-        """What goes to the previous stage after backward."""
+        """What goes to the previous stage after backward: zeros where there is no gradient. Whether there is one may
+        depend on the data, and whoever receives it would have to wait for a device to be told."""
         grads, num_missing = [], 0
         for leaf in unit.inputs:
             if leaf.grad is None:
                 num_missing += 1
-                grads.append(no_gradient(leaf))
+                grads.append(torch.zeros_like(leaf, memory_format=torch.contiguous_format))
             else:
                 # Off the leaf, so that others that still hold its memory may write to it.
                 grad, leaf.grad = leaf.grad.detach(), None
                 grads.append(unshared(grad))
         if unit.has_run_backward and grads and num_missing == len(grads):
             self._warn(
-                f"stage {self.info.index} gives stage {self.info.index - 1} no gradient, since it does not use its "
-                "input, or detaches it"
+                f"stage {self.info.index} gives stage {self.info.index - 1} no gradient but zeros, since it does not "
+                "use its input, or detaches it: freeze what is not to be trained before it, which weight decay changes"
             )
         unit.input_grads = Transfer(None, grads)
 

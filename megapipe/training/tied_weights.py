@@ -134,8 +134,9 @@ class TiedWeights:
             self.check_owned(as_list(models))
         self._mark(copies := self._copies())
         with collective("the summing of tied weights' gradients"):
-            self._check_trained(copies)
-            self._sum({parameter: name for parameter, name in zip(copies, self._names) if parameter.requires_grad})
+            trained = {parameter: name for parameter, name in zip(copies, self._names) if parameter.requires_grad}
+            if self._have_gradients(copies, trained):
+                self._sum(trained)
         self._summed = copies
 
     @contextmanager
@@ -163,22 +164,31 @@ class TiedWeights:
                 "have other modules now: make a TiedWeights of these, and call its sum_in_steps."
             )
 
-    def _check_trained(self, copies: list[Any]) -> None:
-        """Raises ValueError where only some of the copies are frozen. On a device only a rank where that has changed
-        waits for the answer."""
+    def _have_gradients(self, copies: list[Any], trained: dict[nn.Parameter, str]) -> bool:
+        """Whether any copy, of all ranks, has a gradient to be summed. On a device only a rank that has none waits for
+        the answer, or one where what is frozen has changed.
+
+        Raises:
+            ValueError: only some of the copies are frozen.
+        """
         own = [parameter.requires_grad for parameter in copies]
         if not copies:
-            return
-        num_frozen = torch.full((), float(own.count(False)), device=local(copies[0]).device)
+            return False
+        num_own = sum(gradient_of(name, parameter) is not None for parameter, name in trained.items())
+        device = local(copies[0]).device
+        counts = torch.cat([torch.full((1,), float(count), device=device) for count in (own.count(False), num_own)])
         if self._group is not None:
-            dist.all_reduce(num_frozen, group=self._group)
-        may_read = own != self._trained or num_frozen.device.type == "cpu"
-        if may_read and num_frozen.item() not in (0, self._num_copies):
-            raise ValueError(
-                f"{num_frozen.item():g} of the {self._num_copies} copies of {', '.join(sorted({*self.names}))}, one "
-                "tied weight, are frozen: freeze all of them, or none."
-            )
-        self._trained = own
+            dist.all_reduce(counts, group=self._group)
+        if own != self._trained or (trained and not num_own) or device.type == "cpu":
+            num_frozen, num_given = counts.tolist()
+            if num_frozen not in (0, self._num_copies):
+                raise ValueError(
+                    f"{num_frozen:g} of the {self._num_copies} copies of {', '.join(sorted({*self.names}))}, one tied "
+                    "weight, are frozen: freeze all of them, or none."
+                )
+            self._trained = own
+            return bool(num_given)
+        return bool(trained)
 
     def _sum(self, copies: dict[nn.Parameter, str]) -> None:
         if not copies:

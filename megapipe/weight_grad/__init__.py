@@ -11,7 +11,7 @@ from ..first_use import names_on_first_use
 if TYPE_CHECKING:
     from .accumulation import add_gradient
     from .aliasing import SavedTensor, save_for_w
-    from .context import backward_context
+    from .context import backward_context, this_thread
     from .convolution import conv1d, conv2d
     from .deferred import AT_ONCE, DeferredGrads, capturing, defer, deferring_to, is_capturing, visit_gradient_nodes
     from .layer_base import autocast_dtype, once_differentiable

@@ -5,10 +5,10 @@ During a B, everything that is handed to `defer` is put on a list, its W. In any
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import ref as weakref
 
 import torch
@@ -17,7 +17,7 @@ from torch.autograd import Variable
 
 from .accumulation import Contributions, accumulate, accumulate_all, add_dummy_grad, remove_dummy_grads, without_grad
 from .aliasing import SavedTensor, copy_shared
-from .context import backward_context
+from .context import backward_context, this_thread
 from .grad_hooks import SilencedHooks, pass_through_weights
 
 
@@ -68,7 +68,7 @@ class DeferredGrads(Backward):
     def __enter__(self) -> None:
         super().__enter__()
         backward_context.deferred = self
-        self._thread = _this_thread()
+        self._thread = this_thread()
         self._before_on_thread, self._thread.deferred = self._thread.deferred, self
 
     def __exit__(self, *error: object) -> None:
@@ -86,7 +86,7 @@ class DeferredGrads(Backward):
         """Whether the backward that is running is this B, or one within it, and not that of another thread."""
         if torch._C._current_graph_task_id() in self._running:
             return True
-        return _this_thread().deferred is self
+        return this_thread().deferred is self
 
     def add(
         self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None
@@ -107,10 +107,10 @@ class DeferredGrads(Backward):
     def _end(self, number: int) -> None:
         """Called by autograd at the end of a backward. The gradients of B itself can wait for W. Another backward, run
         in a Function or in an overlap window, has a caller that is about to look at its gradients, unless the Function
-        says `ctx.leaves_weight_grads`, or is a checkpoint."""
+        says `ctx.leaves_weight_grads`, or is in `CHECKPOINTS`."""
         self._finalize(number)
         within = torch._C._current_autograd_node()
-        can_wait = within is None or hasattr(within, "leaves_weight_grads") or "Checkpoint" in type(within).__name__
+        can_wait = within is None or hasattr(within, "leaves_weight_grads") or _is_checkpoint(within)
         if not can_wait:
             done = {since: self._ended.pop(since) for since in list(self._ended) if since >= number}
             self._silenced.restore(*(one.weight for contributions in done.values() for one in contributions.values()))
@@ -147,20 +147,19 @@ class DeferredGrads(Backward):
         accumulate_all(ended)
 
 
-class _Thread:
-    deferred: DeferredGrads | None = None
+CHECKPOINTS = {
+    "torch.utils.checkpoint.CheckpointFunction",
+    "megatron.core.tensor_parallel.random.CheckpointFunction",
+    "megatron.core.tensor_parallel.random.CheckpointWithoutOutputFunction",
+    "transformer_engine.pytorch.distributed._CheckpointFunction",
+    "deepspeed.runtime.activation_checkpointing.checkpointing.CheckpointFunction",
+}
+"""Functions whose backward runs one without a look at gradients of weights. Others say `ctx.leaves_weight_grads`."""
 
 
-def _this_thread() -> _Thread:
-    """An object that torch keeps for a thread. Torch's own thread-locals go along to the threads that run backward."""
-    if not torch._C._is_key_in_tls(_KEY):
-        made = _Thread()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))  # torch before 2.13 or so does not count its reference
-        torch._C._stash_obj_in_tls(_KEY, made)
-    return torch._C._get_obj_in_tls(_KEY)  # type: ignore[no-any-return]
-
-
-_KEY = "megapipe.weight_grad"
+def _is_checkpoint(node: Any) -> bool:
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and f"{function.__module__}.{function.__qualname__}" in CHECKPOINTS
 
 
 def deferring_to() -> DeferredGrads | None:

@@ -140,18 +140,90 @@ def test_documents_in_one_sequence_do_not_see_each_other(rank: int, tmp_path: Pa
     hf_models.compare("1f1b", chunks, model, count_items(microbatches))
 
 
+PACKED = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1]])}
+PADDED = {"attention_mask": torch.tensor([[0] * 3 + [1] * 9, [1] * 12])}
+GIVEN = {"packed": PACKED, "padded": PADDED, "both": PACKED | PADDED}
+
+
+def _read_at_the_ends(chunks: list[Any], microbatches: list[dict[str, Any]]) -> list[Any]:
+    return [iter(microbatches) if chunk.stage.is_first or chunk.stage.is_last else None for chunk in chunks]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "given", "options"),
+    [
+        ("qwen2", "1f1b", "packed", {}),
+        ("mixtral", "interleaved_1f1b", "padded", {}),
+        ("gemma3", "zbv", "both", {"variable_seq_lengths": True}),
+    ],
+)
+@on_ranks(3)
+def test_masks_and_positions_travel_to_stages_that_read_no_data(
+    rank: int, name: str, schedule: str, given: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Stages in the middle took it that there were none: documents saw each other, and padding was read. Losses were
+    wrong without a word. Two steps: in the second, shapes are those that the first has found."""
+    model, chunks = hf_models.load_both(name, tmp_path, schedule, **options)
+    microbatches = count_items([batch | GIVEN[given] for batch in hf_models.batches(3)])
+
+    def forward_step(data: Any, chunk: Any) -> Any:  # a user's own
+        return chunk(**({} if data is None else next(data))), lambda loss: (loss, 1, {"loss": loss.detach()})
+
+    for _ in range(2):
+        iterators = _read_at_the_ends(chunks, microbatches)
+        options = {"data_iterator": iterators, "forward_step_func": forward_step}
+        hf_models.compare(schedule, chunks, model, microbatches, **options)
+
+
+@on_ranks(3)
+def test_slices_of_a_stage_that_reads_no_data_have_its_masks(rank: int, tmp_path: Path) -> None:
+    _, chunks = hf_models.load_both("llama", tmp_path, "seq1f1b", num_sequence_slices=2)
+    microbatches = count_items([batch | PADDED for batch in hf_models.batches(3)])
+    everywhere = hf_models.run("seq1f1b", chunks, microbatches)
+    at_the_ends = hf_models.run(
+        "seq1f1b", chunks, microbatches, data_iterator=_read_at_the_ends(chunks, microbatches)[0]
+    )
+    hf_models.assert_same_losses(at_the_ends, [report["loss"] for report in everywhere], chunks)
+
+
+@on_ranks(3)
+def test_a_mask_that_does_not_travel_is_missed(rank: int, tmp_path: Path) -> None:
+    """One for each query is as large as the hidden states: it is to be read on every rank, and was passed over."""
+    model, chunks = hf_models.load_both("qwen2", tmp_path, "1f1b")
+    mask = torch.zeros(hf_models.BATCH, 1, hf_models.SEQUENCE, hf_models.SEQUENCE)
+    mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(1), float("-inf"))[..., 4:, :4] = float("-inf")
+    microbatches = count_items([batch | {"attention_mask": mask} for batch in hf_models.batches(3)])
+    hf_models.compare("1f1b", chunks, model, microbatches)
+    with pytest.raises((ValueError, megapipe.PipelineError), match=r"stage 1 of .* was given no attention_mask, but"):
+        hf_models.run("1f1b", chunks, microbatches, data_iterator=_read_at_the_ends(chunks, microbatches)[0])
+
+
 @on_ranks(2)
 def test_without_a_number_of_items_losses_are_means_over_microbatches(rank: int, tmp_path: Path) -> None:
     model, chunks = hf_models.load_both("qwen2", tmp_path, "zb1p")
     hf_models.compare("zb1p", chunks, model, hf_models.batches(3))
 
 
-def test_a_loss_that_counts_nothing_is_not_given_a_number_of_items() -> None:
-    """XLNet's is the mean over its microbatch in any case: gradients were the number of microbatches too large."""
-    (chunk,) = build_chunks(hf_kinds.make_config("xlnet"), "no_pipelining", dtype=torch.float32)
+def _mean(self: Any, *inputs: Any, **options: Any) -> Any:
+    """A forward as in the files of some models: its loss counts nothing."""
+    labels = options.pop("labels")
+    output = transformers.LlamaForCausalLM.forward(self, *inputs, **options)
+    output.loss = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return output
+
+
+@pytest.mark.parametrize("kind", ["XLNetLMHeadModel", "LlamaForCausalLM"])
+def test_a_loss_that_counts_nothing_is_not_given_a_number_of_items(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLNet's is the mean over its microbatch in any case: gradients were the number of microbatches too large. So they
+    were again with a model's own code that calls `cross_entropy`: whether it counts was told from names in it."""
+    config = hf_kinds.make_config("xlnet") if kind.startswith("XL") else hf_models.make_config("llama")
+    if kind == "LlamaForCausalLM":
+        own = type(kind, (transformers.LlamaForCausalLM,), {"forward": _mean})
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda config, **options: own(config))
+    (chunk,) = build_chunks(config, "no_pipelining", dtype=torch.float32)
     batch = hf_models.batches(1)[0]
     assert chunk(**batch).requires_grad
-    with pytest.raises(ValueError, match="XLNetLMHeadModel is the mean over its microbatch"):
+    with pytest.raises(ValueError, match=f"{kind} is the mean over its microbatch"):
         chunk(**count_items([batch])[0])
 
 

@@ -92,16 +92,23 @@ def test_alone(start: Callable[..., Pending]) -> None:
 @on_ranks(2)
 def test_waits_are_windows(rank: int) -> None:
     """Of a forward that does not yield, too, and of those of torch's functional collectives. A thread with other things
-    to do has none: it reduced gradients, and would have computed Ws."""
+    to do has none: it reduced gradients, and would have computed Ws. So would the backward of another model there."""
     calls: list[str] = []
 
     def forward() -> Tensor:
         x = start_all_to_all(torch.ones(2, 3, requires_grad=True), [1, 1], [1, 1], dist.group.WORLD).wait()
         return all_reduce(x.detach(), "sum", dist.group.WORLD) + 0 * x
 
+    def reduce(*gradient: Tensor) -> None:
+        all_reduce(torch.ones(1), "sum", dist.group.WORLD) + 1
+        if not gradient:
+            parameter = torch.ones(1, requires_grad=True)
+            parameter.register_hook(reduce)
+            parameter.sum().backward()
+
     with filling_windows(lambda: calls.append("forward")):
         output = forward()
-        thread = threading.Thread(target=lambda: all_reduce(torch.ones(1), "sum", dist.group.WORLD) + 1)
+        thread = threading.Thread(target=reduce)
         thread.start()
         thread.join()
     with filling_windows(lambda: calls.append("backward")):
@@ -303,6 +310,53 @@ def test_modules_with_hooks_are_called_as_a_whole(wrap: Callable[[nn.Module], nn
     assert not segments.advance()
     assert not segments.has_stopped
     assert chunk.calls == ["forward", "forward_segments"]
+
+
+class WithHead(Wrapper):
+    """No wrapper, but a model with a part of this name."""
+
+    def __init__(self, module: nn.Module, head: nn.Module) -> None:
+        super().__init__(module)
+        self.head = head
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.head(super().forward(*args, **kwargs))
+
+
+class Adapted(Chunk):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, scale) + 1
+
+
+class AdaptedSegments(Adapted):
+    def forward_segments(self, x: Tensor, scale: float = 1.0) -> Generator[None, None, Tensor]:
+        return (yield from super().forward_segments(x, scale)) + 1
+
+
+def replaced(chunk: nn.Module) -> nn.Module:
+    """As libraries for adapters and tracing do."""
+    forward = chunk.forward
+    chunk.forward = lambda *args, **kwargs: forward(*args, **kwargs) + 1
+    return chunk
+
+
+@pytest.mark.parametrize(
+    ("module", "is_whole"),
+    [
+        (lambda: WithHead(Chunk(), nn.Linear(2, 3)), True),
+        (lambda: Wrapper(WithHead(Chunk(), nn.Tanh())), True),
+        (lambda: replaced(Chunk()), True),
+        (lambda: Wrapper(Adapted()), True),
+        (AdaptedSegments, False),
+    ],
+)
+def test_segments_are_the_whole_forward(module: Callable[[], nn.Module], is_whole: bool) -> None:
+    """The rest of a model with a part called `module` was skipped, and so was what somebody else had made of a forward:
+    the output was another one, without a word."""
+    model, x = module(), torch.ones(2)
+    segments = in_segments(model, x)
+    assert segments.advance() != is_whole
+    assert torch.equal(segments.finish(), model(x) if is_whole else x + 1)
 
 
 def test_modules_without_segments_are_called_as_a_whole() -> None:

@@ -297,6 +297,8 @@ def test_collect_non_loss_data(rank: int) -> None:
         output, _ = forward_step(data_iterator, model)
         return output, lambda output, non_loss_data: ("data", non_loss_data, output.shape)
 
+    with pytest.raises(ValueError, match="nothing would be trained: pass forward_only=True"):  # nor was it, silently
+        run("1f1b", chunks, 2, forward_step_func=step, collect_non_loss_data=True)
     data = run("1f1b", chunks, 2, forward_step_func=step, forward_only=True, collect_non_loss_data=True)
     assert data == ([("data", True, (SEQUENCE, BATCH, 11))] * 2 if chunks[0].info.is_last else [])
 

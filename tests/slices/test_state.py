@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,18 @@ def test_a_recurrent_layer_has_the_gradients_of_the_whole_sequence(lengths: list
     sliced = run_by_slices(lambda: step(layers, x, run), lengths)
     torch.testing.assert_close(sliced, loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close([x.grad, *(p.grad for p in layers.parameters())], grads, rtol=1e-12, atol=1e-12)
+
+
+def test_what_another_thread_computes_is_whole() -> None:
+    """A model that a thread evaluates meanwhile was cut like that of the action under way."""
+    x, found = torch.arange(6.0), []
+    state, this = CarriedState(needs_grad=False), make_slices([2, 4])[0]
+    with state.forward(this):
+        thread = threading.Thread(target=lambda: found.append(slices.cut(x, 0)))
+        thread.start()
+        thread.join()
+        found.append(slices.cut(x, 0))
+    assert [tensor.tolist() for tensor in found] == [x.tolist(), [0.0, 1.0]]
 
 
 def test_whole_sequences_keep_nothing() -> None:

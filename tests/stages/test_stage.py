@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megapipe import NoGradientWarning, PipelineError, StageInfo
 from megapipe.config import StepConfig
-from megapipe.messages import check_sendable, is_no_gradient, no_gradient, zeros_if_none
+from megapipe.messages import check_sendable
 from megapipe.overlap import run_segments
 from megapipe.plan import Verbs, loop
 from megapipe.schedules import ForwardBackward
@@ -202,33 +202,6 @@ def test_wrappers_of_tensors_are_refused() -> None:
 # Gradients that are none
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e5m2]
-)
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 100)])
-def test_a_gradient_that_is_none_is_told_from_every_other(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """That of one element was -0.0: a true gradient of it, of an auxiliary loss whose coefficient is 0, was none, and
-    AdamW let the weights of some ranks decay and not those of others."""
-    like = torch.ones(shape).to(dtype)
-    none = no_gradient(like)
-    assert (none.shape, none.dtype) == (like.shape, dtype)
-    for _ in range(2):
-        assert is_no_gradient(none)
-        assert torch.equal(zeros_if_none(none).to(torch.complex64), torch.zeros(shape, dtype=torch.complex64))
-        none = none.clone()
-    negative = torch.full(shape, -0.0).to(dtype)
-    nan = torch.full(shape, float("nan")).to(dtype)
-    for other in (like, torch.zeros_like(like), negative, *([nan] if dtype.itemsize > 1 else [])):
-        assert not is_no_gradient(other)
-        assert zeros_if_none(other).view(-1).view(torch.uint8).equal(other.view(-1).view(torch.uint8))
-
-
-def test_what_is_no_sign_of_no_gradient() -> None:
-    for other in (torch.empty(0, 3), torch.zeros(()).expand(1000, 1000), torch.zeros(()).expand(5, 5)):
-        assert not is_no_gradient(other)  # their memory ends after the first element, or before it
-        assert zeros_if_none(other).shape == other.shape
-
-
 def detaching(layer: Layer, x: Any) -> Tensor:
     detach = layer.info.index == layer.info.num_stages // 2
     return ((x.detach() if detach else x) @ layer.weight).tanh()
@@ -248,40 +221,39 @@ def detaching_one_of_two(layer: Layer, x: Any) -> Any:
     return [(x[0] @ layer.weight).tanh(), x[1]]
 
 
+def with_nothing_beside(layer: Layer, x: Any) -> Any:
+    """A message with a tensor without elements, and no gradient for either."""
+    if layer.info.is_first:
+        return [(x @ layer.weight).tanh(), x[:0] @ layer.weight]
+    y = (x[0] @ layer.weight + x[1].sum()).tanh()
+    return y.detach() @ layer.weight if layer.info.is_last else [y, x[1]]
+
+
 @pytest.mark.filterwarnings("ignore::megapipe.NoGradientWarning")
 @on_ranks(2)
-def test_stages_below_one_that_detaches_get_no_gradient(rank: int) -> None:
-    """Stages before one that detaches its input were given zeros, where torch gives None. So an optimizer's weight
-    decay made weights smaller that it leaves alone without a pipeline."""
-    for function in (detaching, detaching_now_and_then, detaching_one_of_two):
+def test_stages_before_one_that_detaches_get_zeros(rank: int) -> None:
+    """They got none on the CPU, unless a message had a tensor without elements, and zeros on a device from the second
+    step on: weight decay made the same weights smaller on one and not on the other."""
+    for function in (detaching_now_and_then, detaching_one_of_two):
         compare("1f1b", "zb1p", "zbv", "dualpipev", function=function)
+    for function in (detaching, with_nothing_beside):
+        for schedule in ("1f1b", "zb1p", "zbv", "dualpipev"):
+            chunks = layers(schedule, function)
+            num_stages = chunks[0].info.num_stages
+            expected = [Layer(StageInfo(index, num_stages), function) for index in range(num_stages)]
+            step(schedule, chunks, inputs(6))
+            add_gradients(expected, inputs(6), loss_of)
+            wanted = [stage.weight.grad for stage in expected]
+            assert wanted[0] is None
+            for chunk in chunks:
+                want = wanted[chunk.info.index]
+                assert torch.equal(chunk.weight.grad, torch.zeros(SIZE, SIZE) if want is None else want)
 
 
 def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
     step = forward_step, [None], [module], 1, StepConfig(**config), torch.device(device), torch.zeros(())
     arguments = Call(*step, [structure_of(module)])
     return Stage(StageInfo(1, 3), 0, arguments, None)
-
-
-def test_a_device_is_waited_for_once_where_all_have_gradients() -> None:
-    """Reading whether a gradient is none makes the host wait: on a device only until all were given once."""
-    module, edge = nn.Linear(2, 2), torch.autograd.graph.get_gradient_edge(torch.ones(2, requires_grad=True))
-
-    def roots_of(stage: Stage, grad: Tensor) -> Any:
-        unit = Unit(0)
-        unit.edges, unit.output_grads = [edge], [grad]
-        return stage.roots(unit)
-
-    none, grad = no_gradient(torch.ones(2)), torch.ones(2)
-    for device, is_found_later in (("cpu", True), ("meta", False)):
-        assert roots_of(a_stage(device, module), none) == []
-        assert roots_of(a_stage(device, module), none) == []
-        stage = a_stage(device, module)
-        assert roots_of(stage, grad) == [(edge, grad)]
-        for one in (stage, a_stage(device, module)):
-            roots = roots_of(one, none)
-            assert (roots == []) is is_found_later
-            assert all(grad.tolist() == [0, 0] for _, grad in roots)
 
 
 class Delayed(Layer):

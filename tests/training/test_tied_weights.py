@@ -52,6 +52,35 @@ def test_one_copy_is_frozen_later(rank: int, schedule: str) -> None:
         run(schedule, chunks, M)
 
 
+class WithUnused(Stage):
+    """Every stage has a weight of one name, which not all steps use, or not on all stages."""
+
+    users: tuple[int, ...] = ()
+
+    def __init__(self, info: StageInfo, num_layers: int, **config: Any) -> None:
+        super().__init__(info, num_layers, **config)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, *inputs: Any) -> Tensor:
+        output: Tensor = super().forward(*inputs)
+        return output * self.scale if self.info.index in self.users else output
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(2)
+def test_a_weight_that_no_stage_has_used(rank: int, schedule: str) -> None:
+    """It got a gradient of zeros, and an optimizer's weight decay made it smaller."""
+    chunks = build(schedule, 2, 8, kind=WithUnused)
+    tied = TiedWeights(chunks, ["scale"] * chunks[0].info.num_stages)
+    tied.sum_in_steps(chunks)
+    run(schedule, chunks, M)
+    assert all(chunk.scale.grad is None for chunk in chunks)
+    for chunk in chunks:
+        chunk.users = (1,)
+    run(schedule, chunks, M)
+    assert all(chunk.scale.grad.item() != 0 for chunk in chunks)
+
+
 @on_ranks(2)
 def test_steps_sum_by_themselves(rank: int) -> None:
     """A function of the user's own in place of the sum was accepted, and the two copies grew apart without a word."""

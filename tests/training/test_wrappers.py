@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megapipe import PipelinedOptimizer, TiedWeights, clip_grad_norm_
 from megapipe.checkpoint import Checkpointer
-from megapipe.chunks import named_parameters, unwrap
+from megapipe.chunks import find_attribute, named_parameters, unwrap
 from megapipe.training import GradientReducer
 
 
@@ -43,6 +43,14 @@ def test_what_is_no_wrapper_keeps_its_names() -> None:
         assert unwrap(wrapped) is model
         names = [name for name, _ in named_parameters(wrapped)]
         assert names == ["module.weight", "module.bias", "head.weight", "head.bias"]
+
+
+def test_what_is_no_wrapper_keeps_its_attributes() -> None:
+    """The config and the stage of a part called `module` were taken for those of the model around it."""
+    part, model = nn.Linear(2, 2), nn.ModuleDict({"head": nn.Linear(2, 2)})
+    model.module, part.config = part, "that of a part"
+    assert find_attribute(Keeping(part), "config") == "that of a part"
+    assert find_attribute(Keeping(model), "config") is None
 
 
 @on_ranks(2)

@@ -121,8 +121,13 @@ class Solves(torch.autograd.Function):
         return grad * ctx.layer.weight.grad.sum(), None, None
 
 
+class CheckpointedSolves(Solves):
+    """Torch's checkpoints leave gradients to W. It was taken for one of them for its name."""
+
+
+@pytest.mark.parametrize("function", [Solves, CheckpointedSolves])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_backward_that_is_run_within_b_defers_nothing(use_reentrant: bool) -> None:
+def test_a_backward_that_is_run_within_b_defers_nothing(use_reentrant: bool, function: Any) -> None:
     """Whoever runs one in a Function's backward, as implicit layers do, goes on with its gradients. These were deferred
     to the W of the B that was under way."""
 
@@ -133,7 +138,7 @@ def test_a_backward_that_is_run_within_b_defers_nothing(use_reentrant: bool) -> 
         for layer in (outer, inner):
             layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
         for _ in range(2):
-            backward(Solves.apply(outer(torch.randn(TOKENS, IN)), inner, use_reentrant).sum(), split=split)
+            backward(function.apply(outer(torch.randn(TOKENS, IN)), inner, use_reentrant).sum(), split=split)
         return [outer.weight.grad, inner.weight.grad, *seen[-2:]]
 
     for got, want in zip(run(True), run(False)):

@@ -87,12 +87,11 @@ def build_chunks(
     num_layers = config.get_text_config().num_hidden_layers
     layers = [distribute_layers(num_layers, stage, *ends, layout=layout, costs=costs) for stage in stages]
     checked = check_cut(config, layers, example, text_only)
-    flow = None if checked is None else checked.flow
     chunks = []
     for stage in own:
         whole = make_meta_model(config, dtype, attn_implementation)
-        chunk = _make_chunk(whole, stage, layers[stage.index], flow, device or _default_device(), seed)
-        chunk.config = chunk_config
+        chunk = _make_chunk(whole, stage, layers[stage.index], checked.flow, device or _default_device(), seed)
+        chunk.config, chunk.takes_mean = chunk_config, checked.takes_mean
         chunks.append(chunk)
     tie_weights(chunks)
     return chunks

@@ -40,16 +40,19 @@ Result = TypeVar("Result")
 class Checked(NamedTuple):
     """What the trial has shown."""
 
-    flow: Flow
-    difference: float
+    flow: Flow | None
+    """None for a single stage."""
+    difference: float = 0.0
     """The largest relative difference of a gradient: zero, or of rounding."""
+    takes_mean: bool = False
+    """Whether the whole model's loss is a mean, whatever `num_items_in_batch` says."""
 
 
 def check_cut(
     config: Any, layers: Sequence[range], example: Mapping[str, Any] | None = None, text_only: bool = False
-) -> Checked | None:
-    """Find out what has to travel between stages, and compare the loss and all gradients of the stages in a row with
-    those of the whole model. None for a single stage.
+) -> Checked:
+    """Find out what the loss is divided by and what has to travel between stages, and compare the loss and all
+    gradients of the stages in a row with those of the whole model.
 
     Args:
         layers: the numbers of those of each stage.
@@ -59,11 +62,10 @@ def check_cut(
     Raises:
         CannotCutError: where they differ by more than rounding.
     """
-    if len(layers) == 1 and not text_only:
-        return None
+    is_cut = len(layers) > 1 or text_only
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _one_thread():
         torch.default_generator.manual_seed(0)
-        return _small(config, lambda size: _tried(_make_whole(size), layers, example, text_only), "stages")
+        return _small(config, lambda size: _tried(_make_whole(size), layers, example, text_only, is_cut), "stages")
 
 
 def check_slices(config: Any) -> None:
@@ -155,11 +157,16 @@ def _make_whole(config: Any) -> Any:
     return whole.eval()
 
 
-def _tried(whole: Any, layers: Sequence[range], example: Mapping[str, Any] | None, text_only: bool) -> Checked | str:
+def _tried(
+    whole: Any, layers: Sequence[range], example: Mapping[str, Any] | None, text_only: bool, is_cut: bool
+) -> Checked | str:
     """What was found, or what is wrong."""
     parts = find_parts(whole)
     tokens = torch.randint(whole.config.get_text_config().vocab_size, (2, 6), device="cpu")
     batch = {"input_ids": tokens, "labels": tokens} if example is None else _on_cpu(example)
+    takes_mean = _takes_mean(whole, batch)
+    if not is_cut:
+        return Checked(None, takes_mean=takes_mean)
     with _untied(whole), watched(whole, parts) as course:
         loss = whole(**batch, use_cache=False).loss
     if not loss.requires_grad or not torch.isfinite(loss):
@@ -174,10 +181,17 @@ def _tried(whole: Any, layers: Sequence[range], example: Mapping[str, Any] | Non
         if isinstance(flow, Flow) and (flow.is_plain or reads_tokens):
             result = _compared(whole, parts, flow, layers, batch, loss.detach(), gradients)
             if isinstance(result, Checked):
-                return result
+                return result._replace(takes_mean=takes_mean)
         elif isinstance(flow, str):
             result = flow
     return result
+
+
+def _takes_mean(whole: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether its loss is the same whatever number of items it is told."""
+    with torch.no_grad():
+        losses = [whole(**batch, num_items_in_batch=torch.tensor(n), use_cache=False).loss for n in (1, 2)]
+    return torch.equal(*losses)
 
 
 def _find_flow(
@@ -238,9 +252,9 @@ def _compared(
             message = chunk(**batch) if needs else chunk()
         except Exception as error:
             return f"stage {number} of {len(layers)} fails with {type(error).__name__}: {error}"
-        if number + 1 < len(chunks):
-            wanted = chunk.infer_stage_outputs_from_pipeline_inputs({"input_ids": batch["input_ids"]}, 1)
-            if wanted is not None and _sizes(message) != _sizes(wanted):
+        if number + 1 < len(chunks) and flow.is_plain:
+            wanted = chunks[number + 1].example_input(batch)
+            if _sizes(message) != _sizes(wanted):
                 return f"stage {number} hands on {_sizes(message)} and not {_sizes(wanted)}"
     if not torch.allclose(message, loss, rtol=ROUNDING, atol=0):
         return f"its stages have the loss {message.item():.7g}, and the whole model {loss.item():.7g}"

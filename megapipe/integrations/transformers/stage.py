@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -27,6 +26,8 @@ CACHES = ("cache", "past_key_values")
 HIDDEN = "hidden_states"
 FOR_FIRST = re.compile(r"^(inputs_embeds$|pixel_values|input_features|image_(?!grid|sizes)|audio_values|video_values)")
 FOR_LAST = ("shift_labels", "logits_to_keep")
+GIVEN = "given "
+"""What the names of the first stage's batch begin with in messages."""
 
 
 def is_for_first(name: str) -> bool:
@@ -91,10 +92,11 @@ class HuggingFaceStage(WithAdapters):
     crossing: Crossing | None
     is_drawn: bool
     """Whether its weights have been drawn from a seed."""
-    takes_mean: bool
+    takes_mean: bool = False
     """Whether its loss is the mean over a microbatch, whatever `num_items_in_batch` says."""
     stands_in: Tensor | None
     """An empty tensor, on a stage without weights, that has their dtype and device."""
+    finds_shapes = True  # of messages, in the first step: megapipe reads this name
     _received: Any = None
 
     @property
@@ -133,10 +135,15 @@ class HuggingFaceStage(WithAdapters):
         num_items_in_batch: Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """Run this stage on a microbatch, given in the words of the whole model: each stage takes what it needs.
+        """Run this stage on a microbatch, given in the words of the whole model: each stage takes what it needs. Masks
+        and positions that the first stage is given travel with the hidden states, to stages that are given none.
 
         Returns on the last stage the loss, or the logits where there are no `labels`. Elsewhere hidden states, and with
         them the routers' logits where the loss is to balance the load of experts.
+
+        Raises:
+            ValueError: this stage was not given what does not travel (`cu_seq_lens_q`, a mask for each query), and the
+                first one was.
         """
         batch = {
             "input_ids": input_ids,
@@ -146,20 +153,34 @@ class HuggingFaceStage(WithAdapters):
             "num_items_in_batch": num_items_in_batch,
             **others,
         }
+        received = self._take_input()
+        given = to_hand_on(batch) if self.stage.is_first else self._take_given(received, batch)
         with of_slice(self, batch) as own:
-            return self._run(**own)
+            return self._run(received, given, **own)
 
-    def _run(self, input_ids: Any, labels: Any, num_items_in_batch: Any, **batch: Any) -> Any:
-        """Run the stage on whole sequences or on a slice of them."""
+    def _run(
+        self,
+        received: dict[str, Tensor],
+        given: dict[str, Tensor],
+        input_ids: Any,
+        labels: Any,
+        num_items_in_batch: Any,
+        **batch: Any,
+    ) -> Any:
+        """Run the stage on whole sequences or on a slice of them.
+
+        Args:
+            given: goes on to the next stage as it is.
+        """
         batch["use_cache"] = any(batch.get(name) is not None for name in CACHES)
-        batch["input_ids"], received = input_ids, self._take_input()
+        batch["input_ids"] = input_ids
         routed = received.pop("router_logits", None)
         if not self.stage.is_first:
             batch = {name: value for name, value in batch.items() if not is_for_first(name)}
             batch["input_ids"] = self._tokens(input_ids, received)
         with _telling_of_tracing(next(iter(received.values()), input_ids)):
             if not self.stage.is_last:
-                return self._run_own(batch, received, routed)
+                return self._run_own(batch, received, routed, given)
             if labels is None:
                 return self._run_to_end(batch, received, routed).logits
             if self.takes_mean and num_items_in_batch is not None:
@@ -182,6 +203,22 @@ class HuggingFaceStage(WithAdapters):
             received[names[0]] = received.pop(HIDDEN, None)
         return received
 
+    def _take_given(self, received: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Take from what was received what the first stage was given, and put it into the batch where that has none."""
+        given = {name: received.pop(name) for name in [*received] if name.startswith(GIVEN)}
+        for of_message, value in given.items():
+            name = of_message.removeprefix(GIVEN)
+            if batch.get(name) is not None:
+                continue
+            if value.dim() == 0:
+                raise ValueError(
+                    f"stage {self.stage.index} of {type(self).__name__} was given no {name}, but the first stage was: "
+                    "let data_iterator yield it on every rank. Only masks and positions that are integers for each "
+                    "token travel by themselves."
+                )
+            batch[name] = value
+        return given
+
     def _tokens(self, input_ids: Tensor | None, received: Mapping[str, Tensor]) -> Tensor:
         """The tokens, or zeros: behind the first stage most models only look at their shape."""
         assert self.flow is not None
@@ -195,7 +232,9 @@ class HuggingFaceStage(WithAdapters):
         hidden = next(iter(received.values()))
         return torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
 
-    def _run_own(self, batch: dict[str, Any], received: dict[str, Tensor], routed: Tensor | None) -> Any:
+    def _run_own(
+        self, batch: dict[str, Any], received: dict[str, Tensor], routed: Tensor | None, given: dict[str, Tensor]
+    ) -> Any:
         """The model's own forward, up to what the next stage is to be given."""
         assert self.crossing is not None
         for name in FOR_LAST:
@@ -211,6 +250,7 @@ class HuggingFaceStage(WithAdapters):
             message = {HIDDEN: hidden}
         if self._balances_load and (logits := _joined(routed, own)) is not None:
             message["router_logits"] = logits
+        message |= given
         return message if len(message) > 1 or self._balances_load else hidden
 
     @contextmanager
@@ -265,31 +305,51 @@ class HuggingFaceStage(WithAdapters):
     def _balances_load(self) -> bool:
         return self.routers is not None and bool(getattr(self.config, "output_router_logits", False))
 
-    def infer_stage_inputs_from_pipeline_inputs(self, inputs: Any, num_microbatches: int) -> Any:
-        return self._expected(inputs, num_microbatches, is_output=False)
+    def example_input(self, batch: Mapping[str, Any]) -> Any:
+        """What this stage receives for a microbatch, without its values: for `capture` and `warm_up`. None on the first
+        stage.
 
-    def infer_stage_outputs_from_pipeline_inputs(self, inputs: Any, num_microbatches: int) -> Any:
-        return self._expected(inputs, num_microbatches, is_output=True)
-
-    def _expected(self, inputs: Any, num_microbatches: int, is_output: bool) -> Any:
-        """The message over the boundary before this stage, or behind it, on the meta device. None where the schedule is
-        called without sizes."""
-        if "input_ids" not in inputs or not (self.flow is None or self.flow.is_plain):
-            return None  # found in the first step
-        num_sequences, seq_length = inputs["input_ids"].shape
-        batch_size = num_sequences // num_microbatches
+        Raises:
+            ValueError: more than hidden states and routers' logits travels, which steps find out.
+        """
+        if self.stage.is_first:
+            return None
+        if self.flow is None or not self.flow.is_plain:
+            raise ValueError(f"what travels between stages of {type(self).__name__} is known only in a step.")
+        sizes = num_sequences, seq_length = batch["input_ids"].shape
         own = torch.float32 if getattr(self.config, "residual_in_fp32", False) else self.dtype
-        dtype: Any = self.config.pipeline_dtype or own
-        hidden = torch.empty(batch_size, seq_length, self.config.hidden_size or 0, dtype=dtype)
-        if not self._balances_load:
-            return hidden
-        assert self.routers is not None
-        num_routers = self.routers.num_before + (len(self.routers.own) if is_output else 0)
-        message = {HIDDEN: hidden}
-        if num_routers:
-            shape = num_routers, batch_size * seq_length, self.routers.num_experts
-            message["router_logits"] = torch.empty(shape, dtype=torch.float32)
-        return message
+        dtype = self.config.pipeline_dtype or own
+        message = {HIDDEN: torch.empty(*sizes, self.config.hidden_size or 0, dtype=dtype, device=self.device)}
+        if self._balances_load and self.routers is not None and self.routers.num_before:
+            shape = self.routers.num_before, num_sequences * seq_length, self.routers.num_experts
+            message["router_logits"] = torch.empty(shape, dtype=torch.float32, device=self.device)
+        message |= to_hand_on(batch)
+        return message if len(message) > 1 or self._balances_load else message[HIDDEN]
+
+
+def to_hand_on(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What of the first stage's batch the others need too, by its names in messages: integers for each token, such as
+    masks and positions, as they are, since their sizes go with those of hidden states. Of all else only that it was
+    given, as an empty mark: a tensor without dimensions.
+
+    Nothing where keys and values are kept: `generate` gives all stages the same.
+    """
+    first = batch.get("input_ids")
+    first = batch.get("inputs_embeds") if first is None else first
+    if first is None or any(batch.get(name) is not None for name in CACHES):
+        return {}
+    others = ("input_ids", "labels", "num_items_in_batch", *FOR_LAST)
+    given: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name in others or is_for_first(name) or not isinstance(value, (Tensor, dict)):
+            continue
+        travels = isinstance(value, Tensor) and _is_for_each_token(value, first.shape[1])
+        given[GIVEN + name] = value if travels else torch.zeros((), dtype=torch.bool, device=first.device)
+    return given
+
+
+def _is_for_each_token(value: Tensor, length: int) -> bool:
+    return value.dim() in (2, 3) and value.shape[-1] == length and not value.is_floating_point()
 
 
 def _telling_of_tracing(tensor: Any) -> AbstractContextManager[Any]:
@@ -343,7 +403,5 @@ def as_stage(
     model.__class__ = _classes[own]
     model.stage, model.layers, model.parts, model.routers, model.crossing = stage, layers, parts, routers, crossing
     model.flow = None
-    reads = inspect.unwrap(own.forward).__code__.co_names
-    model.takes_mean = "CrossEntropyLoss" in reads and "loss_function" not in reads
     stands_in = None if has_weights else torch.empty(0, dtype=dtype, device=device)
     model.register_buffer("stands_in", stands_in, persistent=False)

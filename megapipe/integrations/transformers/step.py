@@ -22,10 +22,10 @@ def forward_step(data_iterator: Iterator[Batch] | None, chunk: nn.Module) -> tup
 
     Args:
         data_iterator: yields what the model is called with: `input_ids` and `labels`, [batch, sequence], the same as
-            in transformers, and if needed `attention_mask`, `position_ids`, ... All ranks of a pipeline read the same;
-            those in the middle only need masks and positions, and may have None where there are none. With
-            `num_items_in_batch` (see `count_items`; with replicas there must be) losses are divided by it, otherwise
-            each is the mean over its microbatch, and divided by the number of microbatches.
+            in transformers, and if needed `attention_mask`, `position_ids`, ... All ranks of a pipeline read the same,
+            or None for stages in the middle: masks and positions travel. With `num_items_in_batch` (see `count_items`;
+            with replicas there must be) losses are divided by it, otherwise each is the mean over its microbatch, and
+            divided by the number of microbatches.
     """
     batch = {} if data_iterator is None else next(data_iterator)
     return chunk(**batch), partial(_loss_func, batch)
