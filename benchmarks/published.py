@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import NamedTuple
 
-from megapipe.analysis.fit import Estimate, Job, Layout, Transformer, estimate
+from megapipe.analysis.fit import Estimate, estimate
+from megapipe.analysis.job import Job, Layout
+from megapipe.analysis.transformer import Transformer, decoder
 
 
 class Run(NamedTuple):
@@ -78,8 +80,8 @@ LLAMA = (
 
 def megatron() -> Iterable[Run]:
     for billions, heads, hidden, layers, tp, pp, devices, batch, microbatch, chunks, value in MEGATRON:
-        model = Transformer(layers, hidden, heads, 51200, tied=True, dropout=True)
-        again = layers * (model.products() + model.scores(2048))
+        model = decoder(layers, hidden, heads, 51200, tied=True, dropout=True)
+        again = model.whole.operations(2048)
         counted = 1 + again / model.operations(2048)
         layout = Layout(pp, devices // tp // pp, tp, 1, 1, *schedule_of(pp, chunks), microbatch, "checkpointed")
         yield Run(
@@ -94,7 +96,7 @@ def megatron() -> Iterable[Run]:
 
 def recomputation() -> Iterable[Run]:
     for name, heads, hidden, layers, pp, devices, batch, microbatch, chunks, *seconds in RECOMPUTATION:
-        model = Transformer(layers, hidden, heads, 51200, tied=True, dropout=True)
+        model = decoder(layers, hidden, heads, 51200, tied=True, dropout=True)
         for activations, value in zip(("checkpointed", "kept"), seconds):
             layout = Layout(pp, 1, 8, 1, 1, *schedule_of(pp, chunks), microbatch, activations)
             what = f"{name}, {devices} A100, {'scores' if activations == 'kept' else 'all'} recomputed"
@@ -102,7 +104,7 @@ def recomputation() -> Iterable[Run]:
 
 
 def llama() -> Iterable[Run]:
-    model = Transformer(126, 16384, 128, 128256, kv_heads=8, ffn=53248, gated=True)
+    model = decoder(126, 16384, 128, 128256, kv_heads=8, ffn=53248, gated=True)
     for devices, cp, dp, sequence, batch, value in LLAMA:
         layout = Layout(16, dp, 8, cp, 1, "interleaved_1f1b", 4, 1, "kept")
 
