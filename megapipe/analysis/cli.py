@@ -16,6 +16,7 @@ from .. import schedules as schedules  # registers them
 from ..plan import nearest
 from .choose import compare, tune
 from .fit_command import fit_command
+from .progress import telling
 from .show import show
 from .status import status
 
@@ -178,7 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if unknown:
                 raise ValueError(_unknown(unknown[0], COMMANDS[args.command].options if name else "--help --version"))
             if name:
-                COMMANDS[args.command].run(args)
+                with telling(f"megapipe{name}"):
+                    COMMANDS[args.command].run(args)
             else:
                 parser.print_help()
         sys.stdout.flush()

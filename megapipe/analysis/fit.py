@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ..layouts import distribute_layers, fastest, shortest
 from ..plan import Costs, Plan, Settings, StageBytes, StageInfo, find_schedule, make_plan, simulate
 from .job import Job, Layout
+from .progress import doing
 from .transformer import Layer
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
@@ -89,7 +90,8 @@ def fit(
         )
     found: dict[object, Estimate] = {}
     fitting: set[Layout] = set()
-    for least, layout in layouts:
+    for number, (least, layout) in enumerate(layouts):
+        doing(f"{number:,} of {len(layouts):,} layouts tried, {len(found)} kinds fit")
         if len(found) >= top and least >= sorted(one.step for one in found.values())[top - 1]:
             break
         if layout._replace(activations="kept") in fitting:

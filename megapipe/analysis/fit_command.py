@@ -10,6 +10,7 @@ from .arguments import parse_bytes, speeds_of
 from .fit import Estimate, fit
 from .job import Job
 from .models import NAMES, by_numbers, read_config
+from .progress import doing
 from .text import bytes_in_words, print_table, say
 from .transformer import Transformer
 
@@ -20,6 +21,7 @@ OWN = {"pp": "pp", "tp": "tp", "ep": "ep", "vp": "chunks", "microbatch": "microb
 
 def fit_command(args: argparse.Namespace) -> None:
     speeds = speeds_of(args.speeds) or [1.0]
+    doing("building the model, without weights, to count it")
     job = Job(
         _model_of(args.model),
         args.sequence,
