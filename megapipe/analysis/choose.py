@@ -36,6 +36,7 @@ from .arguments import (
     unsplit,
 )
 from .bubble import split_bubble
+from .progress import doing
 from .show import print_hint
 from .text import bytes_in_words, print_table, say
 from .timeline import Timeline, load_timeline
@@ -189,6 +190,7 @@ def _all_schedules(
         open_chunks = chunks if schedule.num_chunks is None else [None]
         open_slices = [n for n in slices if n != 1] if schedule.slices else [1]
         for num_chunks, num_slices in itertools.product(open_chunks, open_slices):
+            doing(f"playing {name} on {pp_size} ranks with {num_microbatches} microbatches; {len(rows)} plans are done")
             try:
                 plan = record_plan(name, pp_size, num_microbatches, num_chunks, num_slices, settings, costs)
             except ScheduleError as error:

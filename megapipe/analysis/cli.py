@@ -16,6 +16,7 @@ from .. import schedules as schedules  # registers them
 from ..plan import nearest
 from .choose import compare, tune
 from .fit_command import fit_command
+from .progress import telling
 from .show import show
 from .status import status
 from .text import is_closed
@@ -49,6 +50,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Sizes
     "--pp": ("pipeline ranks", NUMBER),
+    "--tp": ("tensor-parallel ranks", NUMBER),
+    "--ep": ("ranks that share out experts", NUMBER),
+    "--vp": ("chunks of a rank", NUMBER),
+    "--microbatch": ("sequences of one", NUMBER),
     "--microbatches": ("microbatches per step", NUMBER),
     "--chunks": ("stages per rank, for schedules that leave it open; tune tries 2 and 4", {**NUMBER, "nargs": "+"}),
     "--slices": ("slices per sequence, for schedules that cut them", {**NUMBER, "nargs": "+"}),
@@ -101,6 +106,14 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--memory": ("of a device, such as 80GB, or of each, such as 24GB,24GB,12GB,8GB", {"type": _list, **SIZE}),
     "--flops": ("operations a second of a device", {"type": float, "metavar": "F"}),
     "--efficiency": ("the share that your stages reach of them", {"type": float, "metavar": "E"}),
+    "--expert-efficiency": (
+        "the share of --flops that routed experts reach; default: that of --efficiency",
+        {"type": float, "metavar": "E", "default": 0.0},
+    ),
+    "--fp8-flops": (
+        "operations a second of a device in 8 bits, for products outside routed experts; default: all are in 16",
+        {"type": float, "metavar": "F", "default": 0.0},
+    ),
     "--node": ("devices of a node; default: 8", {**NUMBER, "default": 8}),
     "--node-bandwidth": ("bytes a second of a device in its node, one way", SIZE),
     "--bandwidth": ("the same between nodes", SIZE),
@@ -139,8 +152,9 @@ COMMANDS = {
     "fit": Command(
         fit_command,
         "which ways of training a model fit, fastest first: by formulas and plans, not measured",
-        "--devices --sequence --batch --memory --flops --efficiency / model --node --node-bandwidth --bandwidth "
-        "--host-bandwidth --speeds --cp --reserve --top --unsplit",
+        "--devices --sequence --batch --memory --flops --efficiency / model --pp --tp --vp --ep --cp --microbatch "
+        "--expert-efficiency --fp8-flops --node --node-bandwidth --bandwidth --host-bandwidth --speeds --reserve --top "
+        "--unsplit",
     ),
     "status": Command(status, "where every rank of a running job is, also while it hangs", "/ address"),
 }
@@ -166,7 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if unknown:
                 raise ValueError(_unknown(unknown[0], COMMANDS[args.command].options if name else "--help --version"))
             if name:
-                COMMANDS[args.command].run(args)
+                with telling(f"megapipe{name}"):
+                    COMMANDS[args.command].run(args)
             else:
                 parser.print_help()
         if is_closed():

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..layouts import distribute_layers, fastest, shortest
 from ..plan import Costs, Plan, Settings, StageBytes, StageInfo, find_schedule, make_plan, simulate
-from .transformer import Transformer
+from .job import Job, Layout
+from .progress import doing
+from .transformer import Layer
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 SPLIT_SCHEDULES = ("zb1p", "interleaved_zb1p", "zbv", "v_half", "v_min")
@@ -27,100 +28,6 @@ SPLIT_SCHEDULES = ("zb1p", "interleaved_zb1p", "zbv", "v_half", "v_min")
 
 CHUNKS = (2, 4)
 MICROBATCHES = (1, 2, 4, 8, 16)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained, and on what.
-
-    Attributes:
-        sequence: tokens of one.
-        batch: sequences of a step, over all replicas.
-        devices: how many there are; `node` of them are connected at `node_bandwidth`, all others at `bandwidth`.
-        memory: bytes of one; or of each, in the order of ranks, of which those of a pipeline rank follow each other.
-        flops: operations a second of one.
-        efficiency: the share of them that the products of a stage reach.
-        node_bandwidth, bandwidth: bytes a second of one device, one way.
-        host_bandwidth: the same between a device and its host's memory; 0 where activations stay on the device.
-        weight, gradient, optimizer: bytes of each weight, of its gradient, and of its optimizer state: in mixed
-            precision 2, 4, and 12 for Adam. The optimizer state is shared out over replicas.
-        speeds: how fast each device is beside `flops`, or one number for all.
-        reserve: the share of the memory that nothing is planned for: the context, communicators, fragments.
-    """
-
-    model: Transformer
-    sequence: int
-    batch: int
-    devices: int
-    memory: float | Sequence[float]
-    flops: float
-    efficiency: float
-    node: int = 8
-    node_bandwidth: float = float("inf")
-    bandwidth: float = float("inf")
-    host_bandwidth: float = 0.0
-    weight: float = 2.0
-    gradient: float = 4.0
-    optimizer: float = 12.0
-    reserve: float = 0.1
-    speeds: Sequence[float] = (1.0,)
-
-    def __post_init__(self) -> None:
-        for name in ("sequence", "batch", "devices", "flops", "node", "node_bandwidth", "bandwidth"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be more than 0, got {getattr(self, name):g}.")
-        if not self.flops < math.inf:
-            raise ValueError(f"flops must be finite, got {self.flops:g}.")
-        for name, values in (("memory", self.memory), ("speeds", self.speeds)):
-            if isinstance(values, Sequence) and (
-                len(values) not in (1, self.devices) or not all(0 < value < math.inf for value in values)
-            ):
-                raise ValueError(
-                    f"{name} is one number, or one for each of {self.devices} devices, all more than 0, got {values}."
-                )
-        if not 0 < self.efficiency <= 1:
-            raise ValueError(f"efficiency is a share, more than 0 and at most 1, got {self.efficiency:g}.")
-        if not 0 <= self.reserve < 1:
-            raise ValueError(f"reserve is a share, from 0 on and less than 1, got {self.reserve:g}.")
-
-    @property
-    def is_uneven(self) -> bool:
-        return any(isinstance(values, Sequence) and len(set(values)) > 1 for values in (self.memory, self.speeds))
-
-    def least(self, values: float | Sequence[float], rank: int, pp: int) -> float:
-        """The slowest device of a pipeline rank, or the one with least memory."""
-        if not isinstance(values, Sequence) or len(values) == 1:
-            return float(values[0] if isinstance(values, Sequence) else values)
-        number = self.devices // pp
-        return min(values[rank * number : (rank + 1) * number])
-
-    def rooms(self, pp: int) -> list[float]:
-        """The bytes that may be planned for on each pipeline rank."""
-        return [self.least(self.memory, rank, pp) * (1 - self.reserve) for rank in range(pp)]
-
-    def speeds_of(self, pp: int) -> list[float]:
-        """The speed of each pipeline rank."""
-        return [self.least(self.speeds, rank, pp) for rank in range(pp)]
-
-
-class Layout(NamedTuple):
-    """One way of training: pipeline, data, tensor, context and expert parallelism (`ep` of the `dp` replicas share the
-    experts), a schedule with its microbatches, and what becomes of activations.
-
-    `activations` is "kept"; "checkpointed", where each layer keeps its input, and its B begins with it; "recomputed",
-    where each chunk keeps its input, and has an R before its B (`config.recompute`); or "offloaded"
-    (`config.offload_activations`).
-    """
-
-    pp: int
-    dp: int
-    tp: int
-    cp: int
-    ep: int
-    schedule: str
-    chunks: int
-    microbatch: int
-    activations: str
 
 
 @dataclass(frozen=True)
@@ -155,29 +62,36 @@ class Estimate:
         return f"{name} {lost[name]:.0%}" if lost[name] > 0.005 else "work"
 
 
-def fit(job: Job, *, top: int = 10, cp: int = 1, may_split: bool = True) -> tuple[list[Estimate], Estimate | None]:
+def fit(
+    job: Job, *, top: int = 10, cp: int = 1, may_split: bool = True, own: Mapping[str, int] | None = None
+) -> tuple[list[Estimate], Estimate | None]:
     """The fastest layouts that fit, best first; where none does, the one that needs least.
 
     Args:
         top: how many.
         cp: devices that share the tokens of a sequence.
         may_split: layers defer their weight gradients, so that schedules with W by itself can be used.
+        own: sizes that all of them have, by their names in `Layout`: those of a layout of one's own.
 
     Raises:
-        ValueError: the devices or the batch cannot be shared out.
+        ValueError: the devices or the batch cannot be shared out, or not as `own` says.
     """
+    own = own or {}
     layouts = sorted(
-        ((_least_time(job, layout), layout) for layout in _layouts(job, cp, may_split)),
+        ((_least_time(job, layout), layout) for layout in _layouts(job, cp, may_split, own)),
         key=lambda item: (item[0], item[1].activations != "kept", item[1]),
     )
     if not layouts:
+        sizes = ", ".join(f"{name} {size}" for name, size in {"cp": cp, **own}.items())
         raise ValueError(
-            f"{job.devices} devices and {job.batch} sequences a step cannot be shared out (context parallelism {cp}): "
-            "the batch must be a multiple of the replicas."
+            f"{job.devices} devices and {job.batch} sequences a step cannot be shared out ({sizes}): the batch is a "
+            "multiple of the replicas and their microbatches, the heads are one of tp, the experts and the replicas of "
+            "ep, tp lies in a node, and each stage has a layer."
         )
     found: dict[object, Estimate] = {}
     fitting: set[Layout] = set()
-    for least, layout in layouts:
+    for number, (least, layout) in enumerate(layouts):
+        doing(f"{number:,} of {len(layouts):,} layouts tried, {len(found)} kinds fit")
         if len(found) >= top and least >= sorted(one.step for one in found.values())[top - 1]:
             break
         if layout._replace(activations="kept") in fitting:
@@ -205,22 +119,25 @@ def _quality(one: Estimate) -> tuple[float, float]:
     return round(one.step, 9), one.peak
 
 
-def _layouts(job: Job, cp: int, may_split: bool) -> Iterator[Layout]:
+def _layouts(job: Job, cp: int, may_split: bool, own: Mapping[str, int]) -> Iterator[Layout]:
     model = job.model
-    kv_heads = model.kv_heads or model.heads
-    for tp in (1, 2, 4, 8, 16):
-        if tp > job.node or model.heads % tp or kv_heads % tp or job.devices % (tp * cp):
+
+    def sizes(name: str, usual: Iterable[int]) -> list[int]:
+        """Those that are tried: the caller's own, or the usual ones."""
+        return [own[name]] if name in own else [*usual]
+
+    number = len(model.layers)
+    for tp, pp in itertools.product(sizes("tp", (1, 2, 4, 8, 16)), sizes("pp", range(1, number + 1))):
+        dp = job.devices // (tp * pp * cp)
+        if tp > job.node or model.heads % tp or dp * tp * pp * cp != job.devices or job.batch % dp:
             continue
-        left = job.devices // tp // cp
-        for pp in (n for n in range(1, min(left, model.layers) + 1) if left % n == 0):
-            dp = left // pp
-            if job.batch % dp:
-                continue
-            for ep in [n for n in range(1, dp + 1) if dp % n == 0 and model.experts % n == 0] if model.experts else [1]:
-                for microbatch, activations in itertools.product(MICROBATCHES, _activations(job, pp)):
-                    if job.batch // dp % microbatch == 0:
-                        for name, chunks in _schedules(pp, model.layers, may_split):
-                            yield Layout(pp, dp, tp, cp, ep, name, chunks, microbatch, activations)
+        eps = [n for n in sizes("ep", range(1, max(1, model.experts) + 1)) if dp % n == (model.experts or 1) % n == 0]
+        for ep, microbatch, activations in itertools.product(
+            eps, sizes("microbatch", MICROBATCHES), _activations(job, pp)
+        ):
+            if job.batch // dp % microbatch == 0:
+                for name, chunks in _schedules(pp, number, may_split, own.get("chunks")):
+                    yield Layout(pp, dp, tp, cp, ep, name, chunks, microbatch, activations)
 
 
 def _activations(job: Job, pp: int) -> list[str]:
@@ -229,34 +146,36 @@ def _activations(job: Job, pp: int) -> list[str]:
     return ["kept", "checkpointed"] + ["recomputed"] * (pp > 1) + ["offloaded"] * (pp > 1 and job.host_bandwidth > 0)
 
 
-def _schedules(pp: int, layers: int, may_split: bool) -> Iterator[tuple[str, int]]:
+def _schedules(pp: int, layers: int, may_split: bool, own_chunks: int | None) -> Iterator[tuple[str, int]]:
     if pp == 1:
-        yield "no_pipelining", 1
+        if own_chunks in (None, 1):
+            yield "no_pipelining", 1
         return
     for name in SCHEDULES + SPLIT_SCHEDULES * may_split:
-        schedule = find_schedule(name)
-        for chunks in CHUNKS if schedule.num_chunks is None else [schedule.num_chunks]:
-            if pp * chunks <= layers:
+        fixed = find_schedule(name).num_chunks
+        for chunks in [fixed] if fixed else [n for n in {*CHUNKS, own_chunks or 2} if n > 1]:
+            if pp * chunks <= layers and own_chunks in (None, chunks):
                 yield name, chunks
 
 
 def _sizes(job: Job, layout: Layout) -> list[int]:
     """The layers of each stage: the last one has fewer, for the time of the head, and slow ranks have."""
     model, num_stages = job.model, layout.pp * layout.chunks
-    head = model.head() / (model.products() + model.scores(job.sequence))
+    number = len(model.layers)
+    head = model.head_operations() / model.whole.operations(job.sequence) * number
     if job.is_uneven:
         speeds = tuple(_per_stage(layout, job.speeds_of(layout.pp)))
-        nothing = (0.0,) * model.layers
-        return [*fastest((1.0,) * model.layers, num_stages, (0, head), nothing, (1.0,) * num_stages, speeds=speeds)]
+        nothing = (0.0,) * number
+        return [*fastest((1.0,) * number, num_stages, (0, head), nothing, (1.0,) * num_stages, speeds=speeds)]
     stages = [StageInfo(index, num_stages) for index in range(num_stages)]
-    for post in (min(round(head), model.layers // num_stages - 1), 0):
+    for post in (min(round(head), number // num_stages - 1), 0):
         try:
-            sizes = [len(distribute_layers(model.layers, stage, num_virtual_layers_post=post)) for stage in stages]
+            sizes = [len(distribute_layers(number, stage, num_virtual_layers_post=post)) for stage in stages]
         except ValueError:
             continue
         if min(sizes) > 0:
             return sizes
-    raise AssertionError(f"{model.layers} layers in {num_stages} stages")
+    raise AssertionError(f"{number} layers in {num_stages} stages")
 
 
 class StageTimes(NamedTuple):
@@ -265,31 +184,42 @@ class StageTimes(NamedTuple):
     forward: float
     backward_input: float
     backward_weight: float
+    work: float
+    """The part of these three that is neither collectives nor computed again."""
     recomputed: float
     """The part of B that computes layers again; or the R."""
     collectives: float
     """The part of F and B."""
 
 
-def _times(job: Job, layout: Layout, layers: int, is_last: bool) -> StageTimes:
-    model, tp, cp, ep = job.model, layout.tp, layout.cp, layout.ep
+def _times(job: Job, layout: Layout, sizes: Sequence[int]) -> list[StageTimes]:
+    """Those of all stages, by their layers."""
+    stages = job.model.stages(sizes)
+    return [_times_of(job, layout, stage, size, stage is stages[-1]) for stage, size in zip(stages, sizes)]
+
+
+def _times_of(job: Job, layout: Layout, stage: Layer, layers: int, is_last: bool) -> StageTimes:
+    tp, cp, ep = layout.tp, layout.cp, layout.ep
     tokens = layout.microbatch * job.sequence / cp
-    rate = job.flops * job.efficiency * tp / tokens
-    products, scores, head = model.products(), model.scores(job.sequence), is_last * model.head()
+    per_token = tokens / tp / job.flops / job.efficiency
+    slower = job.efficiency / (job.expert_efficiency or job.efficiency)
+    products = 2 * (stage.products * (job.flops / (job.fp8_flops or job.flops)) + stage.routed * slower) * per_token
+    scores, head = stage.scores(job.sequence) * per_token, is_last * job.model.head_operations() * per_token
     is_checkpointed = layout.activations == "checkpointed"
-    again = is_checkpointed * layers * (products + scores)
-    hidden = model.boundary() * tokens
-    tensor = 4 * hidden * (tp - 1) / tp / job.node_bandwidth
-    sent = 2 * max(1, model.experts_per_token) * hidden / tp * (ep - 1) / ep
+    again = is_checkpointed * (products + scores)
+    hidden = job.model.boundary() * tokens
+    tensor = layers * 4 * hidden * (tp - 1) / tp / job.node_bandwidth
+    sent = 2 * stage.choices * hidden / tp * (ep - 1) / ep
     experts = sent / (job.node_bandwidth if tp * ep <= job.node else job.bandwidth)
-    context = 4 * model.kv_size * tokens / tp * (cp - 1) / job.bandwidth
-    collectives = layers * (tensor + experts + context)
-    forward = (layers * (products + scores) + head) / rate + collectives
+    context = 2 * stage.keys * tokens / tp * (cp - 1) / job.bandwidth
+    collectives = tensor + experts + context
+    forward = products + scores + head + collectives
     return StageTimes(
         forward,
-        (layers * (products + 2 * scores) + head + again) / rate + collectives * (1 + is_checkpointed),
-        (layers * products + head) / rate,
-        forward if layout.activations == "recomputed" else again / rate,
+        products + 2 * scores + head + again + collectives * (1 + is_checkpointed),
+        products + head,
+        3 * (products + scores + head),
+        forward if layout.activations == "recomputed" else again,
         collectives * (2 + is_checkpointed),
     )
 
@@ -310,8 +240,7 @@ def _per_stage(layout: Layout, per_rank: Sequence[float]) -> list[float]:
 def _least_time(job: Job, layout: Layout) -> float:
     """A bound below the step: a rank works for all microbatches, from when the first one has come through the stages
     before it."""
-    sizes = _sizes(job, layout)
-    times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
+    times = _times(job, layout, _sizes(job, layout))
     num_microbatches = job.batch // layout.dp // layout.microbatch
     own = _of_ranks(layout, [sum(time[:3]) for time in times])
     work = [time / speed for time, speed in zip(own, job.speeds_of(layout.pp))]
@@ -325,10 +254,10 @@ def _weights(job: Job, layout: Layout, sizes: Sequence[int]) -> list[tuple[float
     """The weights of each stage on a device: those of experts, and all others."""
     model, last = job.model, len(sizes) - 1
     weights = []
-    for index, layers in enumerate(sizes):
-        tables = (index == 0) + (index == last and not (model.tied and last == 0))
-        other = layers * model.other_weights + tables * model.table_weights
-        weights.append((layers * model.expert_weights / layout.tp / layout.ep, other / layout.tp))
+    for index, stage in enumerate(model.stages(sizes)):
+        has_head = index == last and not (model.tied and last == 0)
+        other = stage.weights + (index == 0) * model.before + has_head * model.head
+        weights.append((stage.experts / layout.tp / layout.ep, other / layout.tp))
     return weights
 
 
@@ -354,7 +283,8 @@ def stage_bytes(job: Job, layout: Layout, sizes: Sequence[int]) -> StageBytes:
     model, last = job.model, len(sizes) - 1
     tokens = layout.microbatch * job.sequence / layout.cp / layout.tp
     head = [(index == last) * model.logits() * tokens for index in range(last + 1)]
-    whole = [layers * model.saved() * tokens for layers in sizes]
+    whole = [stage.saved * tokens for stage in model.stages(sizes)]
+    largest = max(layer.saved for layer in model.layers) * tokens
     inputs = [layers * model.boundary() * tokens for layers in sizes]
     splits, is_checkpointed = layout.schedule in SPLIT_SCHEDULES, layout.activations == "checkpointed"
     return StageBytes(
@@ -363,7 +293,7 @@ def stage_bytes(job: Job, layout: Layout, sizes: Sequence[int]) -> StageBytes:
         model=_model_bytes(job, layout, sizes),
         message=[model.boundary() * tokens] * last + [0.0],
         # A layer that is computed again, or the gradients of its largest inner values; those of logits.
-        backward_input=[max(tokens * model.saved() / (1 if is_checkpointed else 2), size) for size in head],
+        backward_input=[max(largest / (1 if is_checkpointed else 2), size) for size in head],
         backward_weight=[0.0] * len(sizes),
     )
 
@@ -397,8 +327,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     speeds = job.speeds_of(layout.pp)
 
     def costs_of(sizes: Sequence[int]) -> Costs:
-        times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
-        forward, inputs, weights = ([getattr(time, name) for time in times] for name in StageTimes._fields[:3])
+        forward, inputs, weights = map(list, [*zip(*_times(job, layout, sizes))][:3])
         memory = stage_bytes(job, layout, sizes)
         return Costs(forward, inputs, weights, p2p=message / link, memory=memory, speeds=speeds)
 
@@ -406,7 +335,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     plan = _plan(job, layout, played, planned)
     if job.is_uneven:
         sizes = shortest(plan, sizes, costs_of, job.rooms(layout.pp))
-    times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
+    times = _times(job, layout, sizes)
     simulation = simulate(plan, costs_of(sizes))
     recomputed = [num_microbatches * time.recomputed * (layout.activations == "checkpointed") for time in times]
     for action in itertools.chain.from_iterable(plan.recomputed):
@@ -423,7 +352,7 @@ def estimate(job: Job, layout: Layout) -> Estimate:
     step = makespan + replicas
     operations = job.model.operations(job.sequence) * job.batch * job.sequence
     shares = {
-        "work": operations / (job.devices * job.flops * job.efficiency * sum(speeds) / layout.pp) / step,
+        "work": num_microbatches * sum(time.work for time in times) / sum(speeds) / step,
         "recomputation": sum(recomputed) / layout.pp / step,
         "collectives": num_microbatches * sum(time.collectives for time in times) / layout.pp / step,
         "replicas": replicas / step,

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 
 from ..plan import nearest
 from .arguments import parse_bytes, speeds_of
-from .fit import Estimate, Job, fit
+from .fit import Estimate, fit
+from .job import Job
+from .models import NAMES, by_numbers, read_config
+from .progress import doing
 from .text import bytes_in_words, print_table, say
-from .transformer import FACTS, OF_EXPERTS, SIZES, Transformer, model_of, read_config
+from .transformer import Transformer
 
 LINKS = ("node_bandwidth", "bandwidth", "host_bandwidth")
+OWN = {"pp": "pp", "tp": "tp", "ep": "ep", "vp": "chunks", "microbatch": "microbatch"}
+"""The options of a layout of one's own, with the names of their sizes."""
 
 
 def fit_command(args: argparse.Namespace) -> None:
     speeds = speeds_of(args.speeds) or [1.0]
+    doing("building the model, without weights, to count it")
     job = Job(
         _model_of(args.model),
         args.sequence,
@@ -28,13 +33,16 @@ def fit_command(args: argparse.Namespace) -> None:
         node=args.node,
         reserve=args.reserve,
         speeds=speeds,
+        expert_efficiency=args.expert_efficiency,
+        fp8_flops=args.fp8_flops,
         **{name: parse_bytes(size) for name in LINKS if (size := getattr(args, name))},
     )
     say(
-        f"model: {job.model.weights / 1e9:.3g} billion weights; {job.batch * job.sequence:,} tokens a step on "
+        f"model: {_weights(job.model)}; {job.batch * job.sequence:,} tokens a step on "
         f"{job.devices} devices, {1 - job.reserve:.0%} of {', '.join(args.memory)} planned for"
     )
-    found, smallest = fit(job, top=args.top, cp=args.cp, may_split=not args.unsplit)
+    own = {size: number for name, size in OWN.items() if (number := getattr(args, name))}
+    found, smallest = fit(job, top=args.top, cp=args.cp, may_split=not args.unsplit, own=own)
     if smallest is not None:
         raise ValueError(
             f"nothing fits: the smallest way found holds {_parts(smallest)} ({_name(smallest)}). Take more devices, "
@@ -66,17 +74,21 @@ def _model_of(given: list[str]) -> Transformer:
     if len(given) == 1 and "=" not in given[0]:
         return read_config(given[0])
     numbers = dict(pair.partition("=")[::2] for pair in given)
-    known = {name: name for name in itertools.chain(FACTS, *SIZES.values(), *OF_EXPERTS.values())}
-    if unknown := [name for name in numbers if name not in known]:
-        meant = nearest(unknown[0], known)
+    if unknown := [name for name in numbers if name not in NAMES]:
+        meant = nearest(unknown[0], {name: name for name in NAMES})
         raise ValueError(
             f"{unknown[0]!r} is no number of a model"
-            + (f": do you mean {meant}?" if meant else f", but {', '.join(known)}.")
+            + (f": do you mean {meant}?" if meant else f", but {', '.join(NAMES)}.")
         )
     try:
-        return model_of({name: json.loads(text) for name, text in numbers.items()}, " ".join(given) or "nothing")
+        return by_numbers({name: json.loads(text) for name, text in numbers.items()}, " ".join(given) or "nothing")
     except json.JSONDecodeError:
         raise ValueError(f"{' '.join(given)}: numbers of a model are written as NAME=NUMBER, with no spaces.") from None
+
+
+def _weights(model: Transformer) -> str:
+    active = f", {model.active_weights / 1e9:.3g} of them for a token" if model.experts else ""
+    return f"{model.weights / 1e9:.3g} billion weights{active}"
 
 
 def _layers(one: Estimate) -> str:

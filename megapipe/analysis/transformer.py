@@ -1,55 +1,83 @@
-"""A decoder by its sizes: operations, parameters and bytes of its layers.
+"""A decoder by its layers: operations, parameters and bytes of each.
 
 Bytes of activations are those of Korthikanti et al. (https://arxiv.org/abs/2205.05198, sections 4 and 5): 34 bytes for
 each token and hidden unit of a layer of GPT, scores of attention apart, which flash attention or their selective
-recomputation do not keep. They are added up here tensor by tensor, in 16 bits, so that grouped heads, gated layers and
-experts have them too.
+recomputation do not keep. By their count each matrix between the hidden states and n values keeps these n for the
+backward, in 16 bits. So the bytes of any layer follow from the shapes of its matrices: with grouped heads, latent
+attention, gated MLPs and experts.
 Operations are those of its appendix A: 2 for each weight and token, and 4 s h for the scores of a layer's attention
 over s tokens; a backward takes twice as many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import cached_property
+from typing import NamedTuple
 
-from ..plan import parse_json, read_text
 
-SIZES = {
-    "layers": ["num_hidden_layers", "n_layer"],
-    "hidden": ["hidden_size", "n_embd", "n_embed"],
-    "heads": ["num_attention_heads", "n_head"],
-    "vocabulary": ["vocab_size"],
-    "kv_heads": ["num_key_value_heads", "num_kv_heads"],
-    "head_size": ["head_dim"],
-    "ffn": ["intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"],
-    "experts": ["num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"],
-    "experts_per_token": ["num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"],
-}
-"""Their names in configs of transformers."""
+class Layer(NamedTuple):
+    """What a layer has and takes for a token, or the sums over several layers.
 
-OF_EXPERTS = {
-    "ffn": ["moe_intermediate_size"],
-    "shared": ["shared_expert_intermediate_size"],
-    "num_shared": ["n_shared_experts", "moe_num_shared_experts"],
-}
-"""The same, where there are experts."""
+    Attributes:
+        weights: parameters outside routed experts.
+        experts: parameters of all its routed experts.
+        products: weights outside routed experts that multiply a token.
+        routed: weights of routed experts that multiply a token.
+        saved: bytes that its F leaves for the backward.
+        attended: sizes of a query and of an attended value, over all heads. Attention takes 2 operations for each, and
+            for each token of the sequence.
+        keys: sizes of the token's keys and values.
+        choices: routed experts that a token goes through.
+    """
 
-FACTS = ("model_type", "tie_word_embeddings", "multi_query", "new_decoder_architecture", "kv_lora_rank")
-"""What is read besides."""
+    weights: float = 0
+    experts: float = 0
+    products: float = 0
+    routed: float = 0
+    saved: float = 0
+    attended: float = 0
+    keys: float = 0
+    choices: float = 0
 
-TIED = (
-    "biogpt bloom cohere cohere2 cohere2_moe ctrl ernie4_5 ernie4_5_moe falcon falcon_mamba gemma gemma2 "
-    "gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gpt2 gpt_bigcode gpt_neo jetmoe lfm2 "
-    "lfm2_moe mamba minicpm3 mpt openai-gpt opt recurrent_gemma smollm3 starcoder2 vaultgemma xglm zamba "
-    "zamba2"
-)
-"""Kinds of models of transformers that are tied where their config does not say."""
+    def scores(self, sequence: int) -> float:
+        """Operations of attention in F: twice as many in B, none in W."""
+        return 2.0 * sequence * self.attended
 
-PLAIN = {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
-"""Kinds of models of transformers whose MLP has two matrices; those of the others are gated, and have three."""
+    def operations(self, sequence: int) -> float:
+        """Those of F."""
+        return 2.0 * (self.products + self.routed) + self.scores(sequence)
+
+
+def layer_of(
+    hidden: int,
+    matrices: Iterable[Sequence[int]],
+    routed: Iterable[Sequence[int]],
+    experts: int,
+    choices: int,
+    attention: tuple[float, float],
+    dropout: bool = False,
+) -> Layer:
+    """A layer without biases, by the shapes of its matrices: those of `experts` routed experts, and all others.
+
+    Args:
+        attention: `attended` and `keys` of the layer.
+        dropout: it has masks of dropout, as GPT has them.
+    """
+
+    def products_and_kept(shapes: Iterable[Sequence[int]]) -> tuple[int, int]:
+        kept = [math.prod(shape[:-2]) * (sum(shape[-2:]) - hidden * (hidden in shape[-2:])) for shape in shapes]
+        return sum(map(math.prod, shapes)), sum(kept)
+
+    (own, kept), (all_routed, kept_by_all) = products_and_kept(matrices), products_and_kept(routed)
+    share = choices / experts if experts else 0.0
+    # The inputs of attention, of the MLP and of two norms; masks; the inputs and outputs of experts.
+    others = (8 + 2 * dropout + 4 * choices) * hidden
+    saved = 2 * (kept + kept_by_all * share) + others
+    return Layer(own + 2 * hidden, all_routed, own, all_routed * share, saved, *attention, choices)
 
 
 @dataclass(frozen=True)
@@ -57,161 +85,134 @@ class Transformer:
     """A decoder.
 
     Attributes:
-        layers, hidden, heads, vocabulary: its sizes.
-        kv_heads: heads of keys and values; 0 for as many as there are heads.
-        head_size: 0 for hidden / heads.
-        ffn: units between the matrices of an MLP, or of one expert; 0 for 4 hidden.
-        gated: an MLP has three matrices.
-        experts, experts_per_token: of each layer; 0 for an MLP instead.
-        shared_ffn: units of the experts that every token goes through.
+        layers: each of them.
+        hidden, vocabulary: its sizes.
+        heads: what tensor parallelism shares out: it divides the heads of queries and of keys of all layers. 0 for a
+            model without attention.
+        before: parameters in front of the layers: the embedding, and all else outside them but the head.
+        head: parameters of the head, also where they are the embedding's.
         tied: the head's matrix is the embedding's.
-        dropout: with masks of dropout, as GPT has them.
+        experts: routed experts of a layer that has some.
     """
 
-    layers: int
+    layers: tuple[Layer, ...]
     hidden: int
-    heads: int
     vocabulary: int
-    kv_heads: int = 0
-    head_size: int = 0
-    ffn: int = 0
-    gated: bool = False
-    experts: int = 0
-    experts_per_token: int = 0
-    shared_ffn: int = 0
+    heads: int
+    before: int
+    head: int
     tied: bool = False
-    dropout: bool = False
+    experts: int = 0
+
+    @cached_property
+    def _sums(self) -> list[Layer]:
+        """What the first layers sum up to: none, one, two, and so on."""
+        return [*itertools.accumulate(self.layers, _plus, initial=Layer())]
 
     @property
-    def query_size(self) -> int:
-        return self.heads * (self.head_size or self.hidden // self.heads)
+    def whole(self) -> Layer:
+        """All layers."""
+        return self._sums[-1]
+
+    def stages(self, sizes: Iterable[int]) -> list[Layer]:
+        """The layers of each stage, summed up.
+
+        Args:
+            sizes: how many each has.
+        """
+        ends = [self._sums[number] for number in itertools.accumulate(sizes, initial=0)]
+        return [Layer(*(b - a for a, b in zip(*pair))) for pair in itertools.pairwise(ends)]
 
     @property
-    def kv_size(self) -> int:
-        """The size of keys, and of values."""
-        return self.query_size * (self.kv_heads or self.heads) // self.heads
+    def weights(self) -> float:
+        return self.whole.weights + self.whole.experts + self.before + (0 if self.tied else self.head)
 
     @property
-    def ffn_size(self) -> int:
-        return self.ffn or 4 * self.hidden
+    def active_weights(self) -> float:
+        """Those that a token meets."""
+        return self.weights - self.whole.experts + self.whole.routed
 
-    # Parameters
+    # For a token
 
-    @property
-    def attention_weights(self) -> int:
-        return 2 * self.hidden * (self.query_size + self.kv_size)
-
-    def mlp_weights(self, ffn: int) -> int:
-        return (3 if self.gated else 2) * self.hidden * ffn
-
-    @property
-    def expert_weights(self) -> int:
-        """All experts of a layer, those left out that every token goes through."""
-        return self.experts * self.mlp_weights(self.ffn_size)
-
-    @property
-    def other_weights(self) -> int:
-        """All of a layer that is not in `expert_weights`."""
-        mlp = self.mlp_weights(self.shared_ffn if self.experts else self.ffn_size)
-        return self.attention_weights + mlp + self.hidden * (2 + self.experts)
-
-    @property
-    def table_weights(self) -> int:
-        """The embedding, or the head."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def weights(self) -> int:
-        tables = 1 if self.tied else 2
-        return self.layers * (self.expert_weights + self.other_weights) + tables * self.table_weights
-
-    # Operations, for a token
-
-    def products(self) -> float:
-        """Those of a layer's F with its weights: as many again in B, and in W."""
-        active = self.mlp_weights(
-            self.shared_ffn + self.experts_per_token * self.ffn_size if self.experts else self.ffn_size
-        )
-        return 2.0 * (self.attention_weights + active + self.hidden * self.experts)
-
-    def scores(self, sequence: int) -> float:
-        """Those of attention in a layer's F: twice as many in its B, none in its W."""
-        return 4.0 * sequence * self.query_size
-
-    def head(self) -> float:
-        return 2.0 * self.table_weights
+    def head_operations(self) -> float:
+        return 2.0 * self.head
 
     def operations(self, sequence: int) -> float:
         """All of a step, with nothing computed twice."""
-        return 3 * (self.layers * (self.products() + self.scores(sequence)) + self.head())
-
-    # Bytes, for a token
-
-    def saved(self) -> float:
-        """What a layer's F leaves."""
-        hidden, query, kv = self.hidden, self.query_size, self.kv_size
-        attention = 2 * hidden + 4 * query + 4 * kv + self.dropout * hidden  # input, Q, output; K and V; mask
-        tokens = self.experts_per_token if self.experts else 1
-        inner = 6 if self.gated else 4  # the inputs of the activation, and what the last matrix multiplies
-        mlp = inner * (tokens * self.ffn_size + self.shared_ffn) + 2 * hidden + self.dropout * hidden
-        dispatched = 4 * tokens * hidden if self.experts else 0  # the inputs and the outputs of experts
-        return attention + mlp + dispatched + 4 * hidden  # the inputs of two norms
+        return 3 * (self.whole.operations(sequence) + self.head_operations())
 
     def boundary(self) -> float:
-        """The hidden states between two layers: what recomputation keeps of a layer, and what is sent to the next
-        stage."""
+        """The bytes of hidden states between two layers: what recomputation keeps of a layer, and what is sent to the
+        next stage."""
         return 2.0 * self.hidden
 
     def logits(self) -> float:
-        """Logits in 32 bits, and the inputs of the last norm and of the head."""
+        """The bytes of logits in 32 bits, and of the inputs of the last norm and of the head."""
         return 4.0 * self.vocabulary + 4.0 * self.hidden
 
 
-def read_config(path: str | Path) -> Transformer:
-    """The sizes in a config.json of Hugging Face.
+def _plus(one: Layer, other: Layer) -> Layer:
+    return Layer(*(a + b for a, b in zip(one, other)))
 
-    Raises:
-        ValueError: the file is none, or its layers are not of a kind that is known here.
+
+class Latent(NamedTuple):
+    """Sizes of latent attention: the ranks of queries (0 for a full matrix) and of keys with values, and the sizes of a
+    head: the parts of a query without and with rotary positions, and a value."""
+
+    queries: int
+    keys: int
+    plain: int
+    rotary: int
+    value: int
+
+
+def decoder(
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocabulary: int,
+    *,
+    kv_heads: int = 0,
+    head_size: int = 0,
+    latent: Latent | None = None,
+    ffn: int = 0,
+    gated: bool = False,
+    experts: int = 0,
+    experts_per_token: int = 0,
+    expert_ffn: int = 0,
+    shared_ffn: int = 0,
+    dense_layers: int = 0,
+    tied: bool = False,
+    dropout: bool = False,
+) -> Transformer:
+    """A decoder by its sizes, without biases.
+
+    Args:
+        kv_heads: heads of keys and values; 0 for as many as there are heads.
+        head_size: 0 for hidden / heads.
+        ffn: units between the matrices of an MLP; 0 for 4 hidden.
+        gated: an MLP has three matrices.
+        experts, experts_per_token: of each layer; 0 for an MLP instead.
+        expert_ffn: units of one expert; 0 for `ffn`.
+        shared_ffn: units of the experts that every token goes through.
+        dense_layers: how many layers have an MLP before those with experts.
+        dropout: with masks of dropout, as GPT has them.
     """
-    config = parse_json(path, read_text(path))
-    inner = (config.get("text_config") or {}) if isinstance(config, dict) else None
-    if not isinstance(inner, dict):
-        raise ValueError(f"{path} is no config.json of Hugging Face.")
-    return model_of({**config, **inner}, str(path))
-
-
-def model_of(config: dict[str, Any], where: str) -> Transformer:
-    """The sizes in a config of Hugging Face.
-
-    Raises:
-        ValueError: some are missing or no sizes, or its layers are not of a kind that is known here.
-    """
-    sizes: dict[str, Any] = {name: _size(config, names, where) for name, names in SIZES.items()}
-    of_experts = {name: _size(config, names, where) if sizes["experts"] else 0 for name, names in OF_EXPERTS.items()}
-    if not all(sizes[name] for name in ("layers", "hidden", "heads", "vocabulary")):
-        raise ValueError(
-            f"{where} is no config.json with num_hidden_layers, hidden_size, num_attention_heads and vocab_size: give "
-            "one, or these, such as hidden_size=4096."
-        )
-    if sizes["experts"] and not sizes["experts_per_token"]:
-        raise ValueError(f"{where} has {sizes['experts']} experts, but not num_experts_per_tok: give both.")
-    if config.get("kv_lora_rank"):
-        raise ValueError(f"{where} has latent attention (kv_lora_rank), whose sizes are not known here.")
-    kind = config.get("model_type")
-    sizes["ffn"] = of_experts["ffn"] or sizes["ffn"]
-    sizes["shared_ffn"] = of_experts["shared"] or of_experts["num_shared"] * of_experts["ffn"]
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        sizes["kv_heads"] = 1
-    is_tied = bool(config.get("tie_word_embeddings", kind in TIED.split()))
-    return Transformer(**sizes, gated=kind not in PLAIN, tied=is_tied)
-
-
-def _size(config: dict[str, Any], names: Sequence[str], where: str) -> int:
-    """The first of these that is there; 0 where none is."""
-    for name in names:
-        value = config.get(name) or 0
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{where}: {name} is a whole number, got {value!r}.")
-        if value:
-            return value
-    return 0
+    head_size, kv_heads, ffn = head_size or hidden // heads, kv_heads or heads, ffn or 4 * hidden
+    if latent is None:
+        inner, both = heads * head_size, 2 * head_size
+        attention = [(hidden, inner), *[(hidden, kv_heads * head_size)] * 2]
+    else:
+        kv_heads, inner, both = heads, heads * latent.value, latent.plain + latent.rotary + latent.value
+        through = [size for size in (hidden, latent.queries, heads * (latent.plain + latent.rotary)) if size]
+        attention = [*itertools.pairwise(through), (hidden, latent.keys + latent.rotary)]
+        attention.append((latent.keys, heads * (latent.plain + latent.value)))
+    attention.append((inner, hidden))
+    size, matrices = (heads * both, kv_heads * both), 3 if gated else 2
+    dense = layer_of(hidden, attention + [(hidden, ffn)] * matrices, [], 0, 0, size, dropout)
+    number = dense_layers if experts else layers
+    others = [*attention, (hidden, experts), *[(hidden, shared_ffn)] * matrices * bool(shared_ffn)]
+    routed = [(experts, hidden, expert_ffn or ffn)] * matrices
+    sparse = layer_of(hidden, others, routed, experts, experts_per_token, size, dropout)
+    all_layers, table = (dense,) * number + (sparse,) * (layers - number), vocabulary * hidden
+    return Transformer(all_layers, hidden, vocabulary, kv_heads, table, table, tied, experts)

@@ -108,7 +108,7 @@ def _parse_row(cells: Sequence[object]) -> tuple[list[Action], list[int]]:
 
 
 def _parse_action(cell: str) -> Action:
-    match = re.fullmatch(r"([0-9]{1,9})([A-Z])([0-9]{1,9})(?:\.([0-9]{1,9}))?", cell)
+    match = re.fullmatch(r"([0-9]{1,9})([A-Z]{1,2})([0-9]{1,9})(?:\.([0-9]{1,9}))?", cell)
     kind = _BACKWARD.get(match[2], match[2]) if match is not None else ""
     if match is None or kind not in KINDS:
         raise ValueError(f"{cell[:40]!r} is not an action like 2F0, 2B0 or 2W0 (2F0.1 for a slice).")

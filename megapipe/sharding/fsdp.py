@@ -174,8 +174,8 @@ def _refuse_fsdp1(number: int, model: nn.Module) -> None:
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
-            f"chunk {number} holds a FullyShardedDataParallel, which shards and reduces in every backward and cannot "
-            "wait for deferred weight gradients: use torch.distributed.fsdp.fully_shard."
+            f"chunk {number} holds a FullyShardedDataParallel, which frees its whole parameters behind every backward, "
+            "also while other microbatches that have gone forward need them: use torch.distributed.fsdp.fully_shard."
         )
 
 

@@ -11,16 +11,17 @@ import pytest
 
 from benchmarks.published import TABLES
 from megapipe.analysis.cli import main
-from megapipe.analysis.fit import Job, Layout, _sizes, _times, estimate, fit, stage_bytes
-from megapipe.analysis.transformer import Transformer, read_config
+from megapipe.analysis.fit import _sizes, _times, estimate, fit, stage_bytes
+from megapipe.analysis.job import Job, Layout
+from megapipe.analysis.transformer import Transformer, decoder
 from megapipe.plan import Costs, Settings, make_plan, simulate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fit.md").read_text()
 
-GPT3 = Transformer(96, 12288, 96, 51200, tied=True, dropout=True)
+GPT3 = decoder(96, 12288, 96, 51200, tied=True, dropout=True)
 LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA |= {"intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False}
-SMALL = Transformer(16, 1024, 16, 32000, gated=True)
+SMALL = decoder(16, 1024, 16, 32000, gated=True)
 
 
 def _of(layers: int, hidden: int, heads: int, vocabulary: int, **more: Any) -> dict[str, Any]:
@@ -35,44 +36,11 @@ def job_of(model: Transformer, devices: int, memory: float = 80e9, **more: Any) 
 # Formulas
 
 
-@pytest.mark.parametrize(
-    ("config", "billions"),
-    [
-        (LLAMA, 8.03),
-        (
-            LLAMA
-            | {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672},
-            70.55,
-        ),
-        (LLAMA | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}, 46.70),
-        ({"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "model_type": "gpt2"}, 0.124),
-        # Two that do not say that they are tied, of which one has a single head of keys.
-        (_of(18, 2048, 8, 256000, model_type="gemma", num_key_value_heads=1, intermediate_size=16384), 2.506),
-        (_of(32, 4544, 71, 65024, model_type="falcon", multi_query=True), 6.92),
-    ],
-    ids=["8B", "70B", "8x7B", "gpt2", "gemma", "falcon"],
-)
-def test_sizes_of_known_models(tmp_path: Path, config: dict[str, Any], billions: float) -> None:
-    (path := tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_config(path).weights == pytest.approx(billions * 1e9, rel=0.01)  # biases and positions are left out
-
-
-def test_names_of_experts(tmp_path: Path) -> None:
-    """Ernie's and HunYuan's were not known: the model was taken for one without experts, and nothing said so."""
-    for config in (
-        {"moe_num_experts": 64, "moe_k": 6, "moe_num_shared_experts": 2, "moe_intermediate_size": 512},
-        {"num_experts": 64, "moe_topk": 6, "n_shared_experts": 2, "moe_intermediate_size": 512},
-    ):
-        (path := tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
-        found = read_config(path)
-        assert (found.experts, found.experts_per_token, found.shared_ffn) == (64, 6, 1024)
-
-
 def test_formulas_of_the_paper() -> None:
     """2205.05198, equations 2 and 7: 34 bytes for each token and hidden unit of a layer without scores of attention,
     and the operations of a model."""
     s, h, layers, v = 2048, 12288, 96, 51200
-    assert GPT3.saved() == 34 * h
+    assert GPT3.layers[0].saved == 34 * h
     assert GPT3.operations(s) == pytest.approx(
         72 * layers * h * h * (1 + s / (6 * h) + v / (12 * h * layers)), rel=1e-4
     )
@@ -100,7 +68,7 @@ def test_a_long_step_is_played_in_part() -> None:
         layout = Layout(4, 1, 1, 1, 1, name, chunks, 1, "kept")
         short = estimate(job, layout)
         sizes = _sizes(job, layout)
-        times = [_times(job, layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
+        times = _times(job, layout, sizes)
         message = SMALL.boundary() * 2048 / job.node_bandwidth
         whole = simulate(make_plan(name, 4, 64, chunks), Costs(*map(list, list(zip(*times))[:3]), p2p=message))
         assert short.step == pytest.approx(whole.makespan, rel=0.01)
@@ -125,11 +93,11 @@ def test_what_is_found_fits_and_is_sorted() -> None:
 
 
 def test_experts_are_shared_out() -> None:
-    model = Transformer(16, 1024, 16, 32000, gated=True, ffn=4096, experts=8, experts_per_token=2)
+    model = decoder(16, 1024, 16, 32000, gated=True, ffn=4096, experts=8, experts_per_token=2)
     found, _ = fit(job_of(model, 8, memory=24e9), top=20)
     assert {one.layout.ep for one in found} - {1}
     dense, shared = (estimate(job_of(model, 8), Layout(1, 8, 1, 1, ep, "no_pipelining", 1, 1, "kept")) for ep in (1, 8))
-    assert dense.peak - shared.peak == pytest.approx(7 / 8 * 16 * model.expert_weights * 6, rel=0.01)
+    assert dense.peak - shared.peak == pytest.approx(7 / 8 * model.whole.experts * 6, rel=0.01)
 
 
 def test_what_holds_less_and_what_takes_longer() -> None:
@@ -148,14 +116,14 @@ def test_what_holds_less_and_what_takes_longer() -> None:
             assert sum(one.shares.values()) == pytest.approx(1)
     plan = make_plan("1f1b", 8, 64, settings=Settings(recompute=True))
     sizes = _sizes(job, r.layout)
-    times = [_times(job, r.layout, size, index == len(sizes) - 1) for index, size in enumerate(sizes)]
+    times = _times(job, r.layout, sizes)
     whole = simulate(plan, Costs(*map(list, list(zip(*times))[:3]), p2p=GPT3.boundary() * 2048 / 8 / job.bandwidth))
     assert r.step == pytest.approx(whole.makespan, rel=0.01)
 
 
 def test_unequal_devices_get_unequal_layers() -> None:
     """`--memory 24GB,24GB,12GB,8GB` was "no size in bytes"."""
-    model, layout = Transformer(12, 1024, 16, 32000, gated=True), Layout(4, 1, 1, 1, 1, "1f1b", 1, 1, "kept")
+    model, layout = decoder(12, 1024, 16, 32000, gated=True), Layout(4, 1, 1, 1, 1, "1f1b", 1, 1, "kept")
     job = Job(model, 2048, 8, 4, [24e9, 24e9, 12e9, 8e9], 100e12, 0.5, speeds=[1, 1, 0.5, 0.5])
     little = [3.5e9, 24e9, 24e9, 24e9]
     for change, sizes in (
@@ -170,13 +138,56 @@ def test_unequal_devices_get_unequal_layers() -> None:
         assert [*one.sizes] == sizes
         assert all(peak <= room for (peak, _), room in zip(one.ranks, changed.rooms(4)))
     assert estimate(job, layout).step < estimate(replace(job, speeds=[0.5]), layout).step
-    found, _ = fit(replace(job, model=replace(model, layers=6), batch=4), top=20, may_split=False)
+    found, _ = fit(replace(job, model=decoder(6, 1024, 16, 32000, gated=True), batch=4), top=20, may_split=False)
     assert {one.layout.pp for one in found} == {1, 2, 4}
     # Stages without layers, whose copies take no time.
     long = replace(
-        job, model=replace(model, layers=16), batch=64, memory=24e9, speeds=[1, 0.6, 1, 0.8], host_bandwidth=1e9
+        job,
+        model=decoder(16, 1024, 16, 32000, gated=True),
+        batch=64,
+        memory=24e9,
+        speeds=[1, 0.6, 1, 0.8],
+        host_bandwidth=1e9,
     )
     assert estimate(long, Layout(4, 1, 1, 1, 1, "interleaved_1f1b", 4, 1, "offloaded")).step > 0
+
+
+def test_a_layout_of_ones_own() -> None:
+    """No size of a layout could be given, so a published run could not be asked for."""
+    own = {"pp": 4, "tp": 2, "chunks": 3, "microbatch": 32}
+    found, _ = fit(job_of(SMALL, 8), top=20, own=own)
+    assert found
+    for one in found:
+        assert {name: getattr(one.layout, name) for name in own} == own
+        assert one.layout.schedule in ("interleaved_1f1b", "interleaved_zb1p")
+    assert {one.layout.chunks for one in fit(job_of(SMALL, 8), own={"pp": 4, "chunks": 1})[0]} == {1}
+    for wrong in ({"tp": 3}, {"pp": 3}, {"microbatch": 128}, {"pp": 8, "chunks": 3}):
+        with pytest.raises(ValueError, match=f"8 devices and 64 .* shared out .*{next(iter(wrong))}"):
+            fit(job_of(SMALL, 8), own=wrong)
+
+
+def test_products_of_experts_and_in_8_bits_have_speeds_of_their_own() -> None:
+    model = decoder(4, 1024, 16, 32000, gated=True, experts=8, experts_per_token=2)
+    layout = Layout(1, 1, 1, 1, 1, "no_pipelining", 1, 1, "kept")
+    job = job_of(model, 1)
+
+    def work(**change: float) -> float:
+        return estimate(replace(job, **change), layout).step * job.flops / job.batch / job.sequence  # type: ignore[arg-type]
+
+    dense, routed = 6 * model.whole.products, 6 * model.whole.routed
+    assert work(expert_efficiency=0.25) - work() == pytest.approx(routed / 0.5)
+    assert work() - work(fp8_flops=2 * job.flops) == pytest.approx(dense / 2 / 0.5)
+    one = estimate(replace(job, expert_efficiency=0.25), layout)
+    assert one.shares["work"] == pytest.approx(1)
+
+
+def test_uneven_layers_are_on_their_stages() -> None:
+    """All layers were taken to be alike. Of DeepSeek-V3 the first three have no experts, and few weights."""
+    model = decoder(8, 1024, 16, 1000, gated=True, experts=8, experts_per_token=2, dense_layers=4)
+    layout = Layout(2, 1, 1, 1, 1, "1f1b", 1, 1, "kept")
+    first, last = (parts["model"] for _, parts in estimate(job_of(model, 2), layout).ranks)
+    dense, sparse = (4 * (layer.weights + layer.experts) for layer in (model.layers[0], model.layers[-1]))
+    assert last - first == pytest.approx(18 * (sparse - dense))
 
 
 # Published runs
@@ -195,11 +206,11 @@ def rows_of_page() -> dict[str, tuple[float, float]]:
 
 def test_the_page_has_the_errors_of_published_runs() -> None:
     rows = rows_of_page()
-    for run in (run for runs in TABLES.values() for run in runs()):
+    for table, run in ((table, run) for table, runs in TABLES.items() for run in runs()):
         efficiency, error = rows.pop(run.name)
         predicted = run.predicted(estimate(run.job(efficiency), run.layout))
         assert predicted / run.value - 1 == pytest.approx(error, abs=0.0006), run.name
-        assert abs(error) < 0.26
+        assert abs(error) < (1.25 if table == "Megatron-Bridge, experts" else 0.26)
     assert not rows
 
 
@@ -217,6 +228,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     given = [f"{name}={json.dumps(value)}" for name, value in LLAMA.items()]
     assert main(["fit", *given, *arguments]) == 0
     assert capsys.readouterr().out == out
+    own = {"pp": 2, "tp": 2, "vp": 4, "ep": 1, "microbatch": 2, "fp8-flops": 624e12, "expert-efficiency": 0.3}
+    assert main(["fit", *given, *arguments, *(f"--{name}={value}" for name, value in own.items())]) == 0
+    rows = re.findall(r"^ +(\d+) +(\d+) +(\d+) +(\d+) +interleaved_\w+ x(\d) ", capsys.readouterr().out, re.MULTILINE)
+    assert rows == [("2", "2", "2", "1", "4")] * 2
+    experts = ["num_local_experts=8", "num_experts_per_tok=2"]
+    assert main(["fit", *given, *experts, *arguments, "--memory=640GB", "--pp=8"]) == 0
+    assert capsys.readouterr().out.startswith("model: 47.5 billion weights, 13.7 of them for a token; 262,144 tokens")
     for wrong, message in (
         ([], "nothing is no config.json with num_hidden_layers"),
         (["hidden_size=x"], "numbers of a model are written as NAME=NUMBER"),
@@ -227,6 +245,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         ([str(path), "--efficiency", "2"], "efficiency is a share, more than 0 and at most 1, got 2"),
         ([str(path), "--cp", "3"], "8 devices and 64 sequences a step cannot be shared out"),
         ([str(path), "--flops", "inf"], "flops must be finite, got inf"),
+        ([str(path), "--fp8-flops", "nan"], "fp8_flops must be finite, got nan"),
+        ([str(path), "--expert-efficiency", "-1"], "expert_efficiency is a share, more than 0 and at most 1, got -1"),
+        ([str(path), "--tp", "3"], "8 devices and 64 sequences a step cannot be shared out (cp 1, tp 3)"),
         ([str(path), "--speeds", ",".join(["1"] * 7 + ["nan"])], "speeds is one number, or one for each of 8 devices"),
         ([*given, "hiden_size=8"], "'hiden_size' is no number of a model: do you mean hidden_size?"),
         ([*given, "num_key_value_heads=-1"], "num_key_value_heads is a whole number, got -1"),

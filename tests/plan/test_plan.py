@@ -122,6 +122,17 @@ def test_plans_come_back_from_files(name: str, pp_size: int, m: int, ending: str
     assert loaded.simulate().makespan == plan.simulate().makespan
 
 
+def test_cells_of_older_torch(tmp_path: Path) -> None:
+    """Torch 2.5 wrote `2BW0` for a whole backward, beside `2B0` for one whose W comes later. Its files were refused."""
+    (path := tmp_path / "plan.csv").write_text("0F0,0F1,0BW0,0B1,0W1\n1F0,1BW0,1F1,1B1,1W1\n")
+    plan = load_plan(path)
+    plan.check()
+    assert [[action.kind for action in row] for row in plan.actions] == [
+        ["F", "F", "BW", "B", "W"],
+        ["F", "BW", "F", "B", "W"],
+    ]
+
+
 def turn(rank: int, chunk: int, pp_size: int) -> int:
     return (rank + chunk) % pp_size
 

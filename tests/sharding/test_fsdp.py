@@ -299,7 +299,8 @@ def test_mistakes(rank: int) -> None:
         expected = "fully_shard of torch 2.99.1 is not as megapipe knows it (there is no finalize_backward): use torch"
         assert expected in message(chunk, RuntimeError)
     chunk.wrapped = Fsdp1()
-    assert "chunk 0 holds a FullyShardedDataParallel" in message(chunk)
+    # It said that deferred weight gradients were in its way, but torch's error comes under gpipe too.
+    assert "chunk 0 holds a FullyShardedDataParallel, which frees its whole parameters behind every" in message(chunk)
 
     (chunk,) = build_replicas("no_pipelining", 1)
     whole = nn.Sequential(fully_shard(chunk, mesh=mesh), nn.Linear(2, 2))
