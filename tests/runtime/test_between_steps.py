@@ -1,0 +1,233 @@
+"""Changes between steps: what was found out in one of them must not outlive what it depends on."""
+
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tools.against import mean_square, normal, step, unlabelled, use_groups
+from tools.models import Stage, add_gradients, build, run
+from tools.ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import megapipe
+from megapipe import NoGradientWarning, PipelineConfig, PipelineError, PipelineStage, TiedWeights, stages_for_rank
+from megapipe.runtime.pipeline import Pipeline
+from megapipe.runtime.session import Session
+
+NAMES = ["embedding.weight", "head.weight"]
+M = 3
+
+
+def data(num_microbatches: int = M) -> list[tuple[Tensor]]:
+    return [(normal(2, 4, seed=number),) for number in range(num_microbatches)]
+
+
+def train(schedule: str, chunks: Any, num_microbatches: int = M) -> list[Any]:
+    return step(schedule, chunks, unlabelled(x for (x,) in data(num_microbatches)), mean_square)
+
+
+def layer(index: int) -> nn.Module:
+    torch.manual_seed(index)
+    return nn.Linear(4, 4)
+
+
+# Tied weights
+
+
+@pytest.mark.parametrize("change", ["exchanged", "parametrized"])
+@on_ranks(2)
+def test_a_tied_weight_that_is_exchanged(rank: int, change: str) -> None:
+    """Which modules had the copies was checked in the first step only: the gradients of those that had been exchanged
+    were summed on, and the copies in use grew apart."""
+    chunks = build("1f1b", 2, 4)
+    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
+    run("1f1b", chunks, M)
+    if rank == 1:
+        head = chunks[0].head
+        if change == "exchanged":
+            chunks[0].head = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
+        else:
+            parametrizations.weight_norm(head)
+    with pytest.raises((ValueError, PipelineError), match=r"head\.weight, a tied weight, is not that of the chunks"):
+        run("1f1b", chunks, M)
+
+
+@on_ranks(1)
+def test_a_refused_call_leaves_the_gradients_of_tied_weights(rank: int) -> None:
+    """The gradients of all copies but the first were zeroed before anything of the call was looked at. A step of the
+    optimizer after a call that was refused, or failed, made the copies grow apart."""
+    chunks = build("zbv", 1, 4)
+    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
+    run("zbv", chunks, M)
+    weights = [chunks[0].embedding.weight, chunks[1].head.weight]
+    before = [weight.grad.clone() for weight in weights]
+    with pytest.raises(ValueError, match="data_iterator ended at microbatch 0"):
+        run("zbv", chunks, M, data_iterator=iter([]))
+    with pytest.raises(TypeError, match="must be callable"):
+        run("zbv", chunks, M, forward_step_func=None)
+    assert all(torch.equal(weight.grad, grad) for weight, grad in zip(weights, before))
+    run("zbv", chunks, M)
+    expected = Stage(megapipe.StageInfo(0, 1), 4)
+    for _ in range(2):
+        add_gradients(expected, M)
+    assert torch.allclose(weights[0].grad, weights[1].grad)
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("sets_none", [True, False])
+@on_ranks(2)
+def test_tokens_of_gradients_that_were_dropped(rank: int, sets_none: bool) -> None:
+    """Whether earlier calls still count was guessed from gradients that are None: wrong for gradients that are zeroed,
+    and on a last stage that trains nothing. A step is refused where gradients are gone and nothing has said so."""
+    use_groups()
+    (info,) = stages_for_rank("1f1b")
+    chunk = PipelineStage(layer(info.index).requires_grad_(rank == 0), info)
+    chunk.config.calculate_per_token_loss = True
+    found: list[float] = []
+
+    def call(*, is_last: bool) -> None:
+        chunk.config.finalize_model_grads_func = (lambda _, num: found.append(num.item())) if is_last else None
+        megapipe.get_forward_backward_func("1f1b")(
+            forward_step_func=lambda batches, chunk: (
+                chunk(*next(batches)),
+                lambda output: (output.square().sum(), output.numel(), None),
+            ),
+            data_iterator=iter(data()),
+            model=chunk,
+            num_microbatches=M,
+        )
+
+    call(is_last=False)
+    chunk.zero_grad(sets_none)
+    call(is_last=False)  # nobody asks for tokens
+    megapipe.discard_gradients(chunk)
+    call(is_last=True)
+    assert found == [24.0 if rank == 1 else 0.0]
+    call(is_last=False)
+    chunk.zero_grad(sets_none)
+    with pytest.raises((ValueError, PipelineError), match="were cleared without being finalized"):
+        call(is_last=True)
+
+
+# Placements and messages
+
+
+@on_ranks(2)
+def test_two_placements_that_are_neither_a_loop_nor_a_v(rank: int, tmp_path: Path) -> None:
+    """Channels were kept by the name of the placement, and all such placements of plans have one name: the second plan
+    got the channels of the first, and a KeyError."""
+    use_groups()
+    plans = {"a": "1F0 2F0 2B0 1B0\n0F0 3F0 3B0 0B0\n", "b": "1F0 3F0 3B0 1B0\n0F0 2F0 2B0 0B0\n"}
+    for name, text in plans.items():
+        path = tmp_path / str(rank) / f"{name}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        infos = stages_for_rank(str(path))
+        chunks = [PipelineStage(layer(info.index), info, PipelineConfig(broadcast_reports=True)) for info in infos]
+        reports = train(str(path), chunks, 1)
+        expected = nn.Sequential(*map(layer, range(4)))(*data(1)[0])
+        assert torch.equal(torch.as_tensor(reports[0]), mean_square(expected))
+
+
+@on_ranks(2)
+def test_found_messages_are_those_between_two_ranks(rank: int) -> None:
+    """What a stage had sent was kept without whom to. In a V stage 1 sends to its own rank, and in the next schedule to
+    another one, which was refused for ever: one end knew the message, and the other did not."""
+    use_groups()
+    kept: dict[int, PipelineStage] = {}
+    for schedule in ("zbv", "interleaved_1f1b", "zbv", "interleaved_1f1b"):
+        infos = stages_for_rank(schedule, num_chunks=2)
+        chunks = [kept.setdefault(info.index, PipelineStage(layer(info.index), info)) for info in infos]
+        train(schedule, chunks)
+
+
+# Steps that are called alike
+
+
+@on_ranks(1)
+def test_two_threads(rank: int) -> None:
+    """Pipelines of one rank shared what runs their steps: two threads at a time got each other's units."""
+    use_groups()
+    (info,) = stages_for_rank("1f1b")
+    chunk = PipelineStage(layer(0), info)
+    begun = threading.Barrier(2)
+    wrong: list[Any] = []
+
+    def evaluate(size: int) -> None:
+        def forward_step(batches: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
+            begun.wait(20)  # each forward of one beside one of the other
+            return chunk(next(batches)), lambda output: (output.sum(), output)
+
+        try:
+            outputs = megapipe.get_forward_backward_func("1f1b")(
+                forward_step_func=forward_step,
+                data_iterator=iter([torch.full((size, 4), float(n)) for n in range(M)]),
+                model=chunk,
+                num_microbatches=M,
+                forward_only=True,
+            )
+            wrong.extend(output.shape for output in outputs if len(output) != size)
+        except Exception as error:
+            begun.abort()
+            wrong.append(error)
+
+    threads = [threading.Thread(target=evaluate, args=(size,)) for size in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@on_ranks(2)
+def test_any_number_of_microbatches(rank: int) -> None:
+    """A runner was for one number of microbatches, and eight were kept: where the number changed from step to step, as
+    in post-training, each step was checked and built anew."""
+    use_groups()
+    chunks = [PipelineStage(layer(info.index), info) for info in stages_for_rank("zbv")]
+    numbers = [5, 1, 8, 3, 2, 7, 4, 6, 9, 10]
+    for number in [5, *numbers]:  # what is found in the first step makes others of what it began with
+        train("zbv", chunks, number)
+    with mock.patch.object(Pipeline, "__init__", side_effect=AssertionError("built anew")):
+        for number in reversed(numbers):
+            train("zbv", chunks, number)
+    session = Session.of(megapipe.parallel_state.get_pipeline_model_parallel_group())
+    assert len(session.runners) == 1
+
+
+@on_ranks(1)
+def test_a_stage_that_is_unfrozen_later(rank: int) -> None:
+    """A stage that was frozen in its first step was never looked at again: where it was unfrozen and detached by
+    mistake, nothing said that it is not trained."""
+    use_groups()
+    (info,) = stages_for_rank("1f1b")
+    chunk = PipelineStage(layer(0).requires_grad_(False), info)
+
+    def call() -> None:
+        megapipe.get_forward_backward_func("1f1b")(
+            forward_step_func=lambda batches, chunk: (
+                chunk(*next(batches)),
+                lambda output: (output.detach().sum(), None),
+            ),
+            data_iterator=iter(data()),
+            model=chunk,
+            num_microbatches=M,
+        )
+
+    call()
+    chunk.requires_grad_(True)
+    with pytest.warns(NoGradientWarning, match="the loss of stage 0 has no gradient"):
+        call()
+
+
+def test_items_of_a_setting() -> None:
+    """The caller's list was kept, so an item that was set later was not checked: an AssertionError without text."""
+    config = PipelineConfig(recompute=["all", None])
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        config.recompute[0] = "al"  # type: ignore[index, call-overload]
