@@ -118,7 +118,7 @@ NAMES: dict[str, dict[str, str]] = {
         "aliasing": "SavedTensor save_for_w",
         "context": "backward_context this_thread",
         "convolution": "conv1d conv2d",
-        "deferred": "AT_ONCE DeferredGrads capturing defer deferring_to is_capturing visit_gradient_nodes",
+        "deferred": "AT_ONCE CHECKPOINTS DeferredGrads capturing defer deferring_to is_capturing visit_gradient_nodes",
         "layer_base": "autocast_dtype once_differentiable",
         "layers": "embedding grouped_linear linear transposed_linear",
         "modules": "Conv1d Conv2d Embedding GroupedLinear Linear convert let_convert",

@@ -18,6 +18,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+NUMBERS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "vocabulary": "vocab_size",
+    "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "ffn": "intermediate_size",
+    "experts": "num_local_experts num_experts n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffn": "moe_intermediate_size",
+    "shared_ffn": "shared_expert_intermediate_size",
+    "dense_layers": "first_k_dense_replace",
+}
+"""The numbers of `decoder`, by their names in configs of transformers."""
+
+INSTEAD = "give its numbers instead, such as hidden_size=4096 num_hidden_layers=32"
+
 
 class Layer(NamedTuple):
     """What a layer has and takes for a token, or the sums over several layers.

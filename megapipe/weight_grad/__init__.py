@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from .aliasing import SavedTensor, save_for_w
     from .context import backward_context, this_thread
     from .convolution import conv1d, conv2d
-    from .deferred import AT_ONCE, DeferredGrads, capturing, defer, deferring_to, is_capturing, visit_gradient_nodes
+    from .deferred import (
+        AT_ONCE,
+        CHECKPOINTS,
+        DeferredGrads,
+        capturing,
+        defer,
+        deferring_to,
+        is_capturing,
+        visit_gradient_nodes,
+    )
     from .layer_base import autocast_dtype, once_differentiable
     from .layers import embedding, grouped_linear, linear, transposed_linear
     from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert, let_convert

@@ -149,12 +149,11 @@ class DeferredGrads(Backward):
 
 CHECKPOINTS = {
     "torch.utils.checkpoint.CheckpointFunction",
-    "megatron.core.tensor_parallel.random.CheckpointFunction",
-    "megatron.core.tensor_parallel.random.CheckpointWithoutOutputFunction",
     "transformer_engine.pytorch.distributed._CheckpointFunction",
     "deepspeed.runtime.activation_checkpointing.checkpointing.CheckpointFunction",
 }
-"""Functions whose backward runs one without a look at gradients of weights. Others say `ctx.leaves_weight_grads`."""
+"""Functions whose backward runs one without a look at gradients of weights; integrations add theirs. Others say
+`ctx.leaves_weight_grads`."""
 
 
 def _is_checkpoint(node: Any) -> bool:

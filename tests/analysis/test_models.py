@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.analysis.models import PLAIN, by_numbers, count, read_config
+from megapipe.analysis.counting import count
+from megapipe.analysis.models import PLAIN, by_numbers, read_config
 from megapipe.analysis.transformer import Latent, Layer, Transformer, decoder
 
 LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...frameworks import Framework, Step
+from ...weight_grad import CHECKPOINTS
 from . import segments, settings
 from .settings import is_in_use, loaded
 from .stages import copies_of_embedding, without_embedding, without_embedding_group
@@ -78,6 +79,11 @@ def _sum_gradients(copies: Sequence[nn.Parameter]) -> None:
 def _gradient(parameter: nn.Parameter) -> Tensor | None:
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main_grad is None else main_grad
+
+
+CHECKPOINTS.update(
+    f"megatron.core.tensor_parallel.random.{name}" for name in ("CheckpointFunction", "CheckpointWithoutOutputFunction")
+)
 
 
 class Megatron(Framework):
