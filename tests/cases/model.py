@@ -198,8 +198,7 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
 LEAVE_TRACES = {"late buffer", "new buffer", "kept output"}
 RANDOM = {"dropout", "Python's random numbers", "NumPy's random numbers"}
 CANNOT_RUN_TWICE = {*RANDOM, *LEAVE_TRACES} - {"dropout"}
-CANNOT_BE_CAPTURED = {"weight in list", "weight in closure", *LEAVE_TRACES}
-CANNOT_BE_SHARDED = {*CANNOT_BE_CAPTURED, "lazy"}
+CANNOT_BE_CAPTURED = CANNOT_BE_SHARDED = {"weight in list", "weight in closure", "lazy", *LEAVE_TRACES}
 
 
 @dataclass(frozen=True)
