@@ -510,10 +510,10 @@ class NumTokens(Feature):
         config["calculate_per_token_loss"] = self.per_token
 
     def made(self, trial: Any) -> None:
-        num_tokens = BATCH * sum(trial.case.seq_lengths) if any(stage.info.is_last for stage in trial.stages) else 0
+        has_loss = any(stage.info.is_last for stage in trial.stages)
 
         def check(models: Any, given: Any) -> None:
-            assert given == num_tokens if self.per_token else given is None
+            assert given == (trial.num_tokens if has_loss else 0) if self.per_token else given is None
 
         trial.finalizers.append(check)
 

@@ -126,6 +126,7 @@ OF_FEATURES = [
     Case("1f1b", 2, 3, [NumTokens()]),
     Case("seq1f1b", 2, 3, [Slices([4, 1, 1]), Double(), NumTokens(1e-12)]),
     Case("seq_zb1p", 2, 3, [Slices([4, 1, 1]), NumTokens(1e-5, per_token=True), DEFERRING]),
+    *(Case(name, 2, 3, [NumTokens(per_token=True), Accumulated()], steps=2) for name in ("1f1b", "zbv")),
     Case("seq1f1b", 2, 3, [Slices(3), KeptSums(1, "stack", "view"), Recompute()]),
     Case("seq_zb1p", 2, 3, [Slices([3, 2, 1]), KeptSums(0, "views"), DEFERRING]),
     Case("seq1f1b", 2, 2, [Slices(6), KeptSums(2, "stack")]),

@@ -28,7 +28,11 @@ from .stages import Stage, Unpartitioned, data_of, forward_step
 
 
 class Trial:
-    """A case on one rank."""
+    """A case on one rank.
+
+    Attributes:
+        num_tokens: of all calls whose gradients add up, those that are not finalized yet.
+    """
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank, self.step = case, rank, 0
@@ -44,6 +48,7 @@ class Trial:
         self.finalizers: list[Any] = []
         self.reference_finalizers: list[Any] = []
         self.optimizer: Any = None
+        self.num_tokens = 0
         case.call("made", self)
 
     def all_stages(self) -> list[Stage]:
@@ -57,8 +62,10 @@ class Trial:
     def finalize(self, *arguments: Any) -> None:
         for finalizer in self.finalizers:
             finalizer(*arguments)
+        self.num_tokens = 0
 
     def run(self, seed: int, forward_only: bool = False) -> list[Any]:
+        self.num_tokens += 0 if forward_only else BATCH * sum(self.case.seq_lengths)
         return self.function(
             forward_step_func=forward_step,
             data_iterator=data_of(self.case, seed, self.replica),
