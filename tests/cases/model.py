@@ -298,7 +298,11 @@ class Mask(Feature):
 
 @dataclass(frozen=True)
 class AsPipelineStage(Feature):
-    """Modules know nothing of stages."""
+    """Modules know nothing of stages. Their config is megapipe's own."""
+
+    def stage(self, stage: Any) -> None:
+        known = megapipe.PipelineConfig.__annotations__
+        stage.config = megapipe.PipelineConfig(**{k: value for k, value in vars(stage.config).items() if k in known})
 
     def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
         return megapipe.PipelineStage(chunk, stage.info, stage.config)
@@ -356,7 +360,7 @@ class Forms(Feature):
             CAN_CAPTURE
             and is_plain
             and case.kind in OF_X
-            and case.kind not in ("strided", "complex")
+            and case.kind not in ("strided", "complex", "empty")
             and rng.random() < 0.4
         ):
             forms = [["", "captured", "captured recomputed", "deferring"]]  # which takes its time

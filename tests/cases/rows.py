@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import torch
 from tools.marks import needs_fsdp_on_cpu
 
+from .between import Between, goes
+from .calls import CALLS
 from .case import SCHEDULES, Case, draw_case
+from .changes import KINDS
 from .model import (
     CAN_CAPTURE,
     AsPipelineStage,
@@ -205,6 +209,30 @@ if CAN_CAPTURE:
     ]
 
 
+OF_CHANGES = [
+    Case("1f1b", 2, 3, [Accumulated(), Between("gradients forgotten", when="midway")], steps=3),
+    Case("1f1b", 2, 3, [Between("module of another type"), Between("requires_grad", 1, 1)], steps=4),
+    Case("1f1b", 2, 3, [Between("captured later")], steps=3),
+    Case("1f1b", 2, 3, [AsPipelineStage(), Between("a wrong setting")], steps=3),
+    Case("zbv", 1, 3, [DEFERRING, Between("a call failed")], steps=3),
+    Case("zbv", 1, 3, [DEFERRING, Between("part of another model")], steps=3),
+    Case("zbv", 2, 3, [DEFERRING, Between("wrapped later", seed=1)], steps=3),
+    Case("zbv", 2, 3, [Tied(), Between("sharded later")], steps=3),
+    Case("zbv", 2, 3, [Tied("scale", in_steps=True), Accumulated(), Between("another schedule")], steps=3),
+    *(
+        Case("zbv", 2, 3, [Accumulated(), Between(kind, 2, when="midway")], steps=2)
+        for kind in ("requires_grad", "noise")
+    ),
+    Case("interleaved_zb1p", 2, 3, [ADAMW, Between("parametrized", 2), Between("adapters added", 1)], steps=3),
+    Case("1f1b", 2, 3, [ADAMW, Replicas(), Between("module of the same type", 1)], steps=3),
+    Case("1f1b", 2, 3, [TAKEN_BACK, Between("module of another type")], steps=4),
+]
+for number, name in enumerate(sorted([*KINDS, *CALLS])):
+    plain = [Case("zbv", 2, 3, [DEFERRING], steps=3), Case("1f1b", 2, 3, steps=3)][number % 2]
+    if goes(name, plain) and not any(name in row.changes for row in OF_CHANGES):
+        OF_CHANGES += [replace(plain, features=[*plain.features, Between(name, number % plain.num_stages, seed=1)])]
+
+
 def draw_pairs(seed: int, tries: int, most_units: int = 16) -> list[Case]:
     """Of so many random cases, small ones that have a pair of features that no case before them has."""
     kept, seen = [], set()
@@ -212,7 +240,7 @@ def draw_pairs(seed: int, tries: int, most_units: int = 16) -> list[Case]:
         case = draw_case(seed, number)
         pairs = {*combinations([type(feature).__name__ for feature in case.features], 2)}
         units = case.steps * case.m * len(case.slice_lengths) * case.num_stages
-        if units <= most_units and not pairs <= seen and not is_slow(case):
+        if units <= most_units and not pairs <= seen and not is_slow(case) and not case.changes:
             seen |= pairs
             kept.append(case)
     return kept
@@ -225,4 +253,4 @@ def is_slow(case: Case) -> bool:
     return is_long or (fails and case.num_ranks > 2) or (fails and case.num_replicas > 1)
 
 
-ROWS = [*OF_SCHEDULES, *OF_FEATURES, *draw_pairs(1, 1000)]
+ROWS = [*OF_SCHEDULES, *OF_FEATURES, *OF_CHANGES, *draw_pairs(1, 1000)]

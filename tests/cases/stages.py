@@ -125,7 +125,11 @@ class Unpartitioned:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.stages = [Stage(case, StageInfo(index, case.num_stages)) for index in range(case.num_stages)]
-        self.parameters = [p for stage in self.stages for p in stage.parameters()]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """They may be others after each step."""
+        return list(dict.fromkeys(p for stage in self.stages for p in stage.parameters()))
 
     def step(self, seed: int, replica: int, forward_only: bool) -> list[Tensor]:
         """The losses of one replica. Gradients are averages over all of them."""
@@ -144,7 +148,7 @@ class Unpartitioned:
         if self.case.is_cut:
             return self.run_by_slices(batch, forward_only)
         loss, report = self.loss(batch)
-        if not forward_only:
+        if not forward_only and loss.requires_grad:
             loss.backward()
         return report
 
@@ -180,6 +184,6 @@ class Unpartitioned:
             assert off <= close * norm, f"slices: gradients are off by {off} of {norm}, those of whole sequences"
         return sum(reports[1:], reports[0])
 
-    def forget_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+    def forget_gradients(self, set_to_none: bool = True) -> None:
+        for stage in self.stages:
+            stage.zero_grad(set_to_none)

@@ -20,11 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tools.marks import needs_fsdp_on_cpu
-from tools.models import BATCH
+from tools.models import BATCH, HIDDEN
 from tools.optimizers import adamw
 from tools.ranks import MAX_RANKS
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import megapipe
 from megapipe import PipelineError, parallel_state
@@ -32,7 +33,7 @@ from megapipe.checkpoint import Checkpointer
 from megapipe.runtime.monitor import Monitor
 from megapipe.training import GradientReducer
 
-from .case import SEQUENCE, Case, Feature
+from .case import Case, Feature
 from .model import CANNOT_BE_SHARDED, LEAVE_TRACES
 from .stages import data_of, example_message, forward_step
 
@@ -79,20 +80,64 @@ class Replicas(Feature):
 
 @dataclass(frozen=True)
 class Tied(Feature):
-    """The embedding is also the head."""
+    """The embedding is also the head, or the first stage and the last have a "scale", which they may leave out.
+
+    Attributes:
+        in_steps: gradients are summed by themselves.
+    """
+
+    what: str = "embedding"
+    in_steps: bool = False
 
     goes = staticmethod(lambda case: "embedding" not in str(case.get("Frozen")))
 
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(rng.choice(["embedding", "embedding", "scale"]), rng.random() < 0.4)
+
+    def stage(self, stage: Any) -> None:
+        if self.what == "scale" and (stage.info.is_first or stage.info.is_last):
+            stage.scale = nn.Parameter(torch.ones(HIDDEN, dtype=next(stage.parameters()).dtype))
+
+    def take(self, x: Tensor, stage: Any, entries: dict[str, Any], tokens: Tensor | None) -> Tensor:
+        return x * stage.scale if hasattr(stage, "scale") and not hasattr(stage, "leaves_out_scale") else x
+
+    def copies(self, trial: Any) -> list[nn.Parameter]:
+        """Those of the unpartitioned model, which may have other modules since."""
+        if self.what == "scale":
+            return [stage.scale for stage in trial.reference.stages if hasattr(stage, "scale")]
+        modules = trial.reference.stages[0].embedding, trial.reference.stages[-1].head
+        return [module.weight for module in modules if hasattr(module, "weight")]
+
     def made(self, trial: Any) -> None:
-        tied = megapipe.TiedWeights(trial.chunks, ["embedding.weight", "head.weight"])
-        one, other = trial.reference.stages[0].embedding.weight, trial.reference.stages[-1].head.weight
-        other.data.copy_(one)
+        first, *others = self.copies(trial)
+        if "tied" not in trial.kept:
+            names = ["scale"] * (1 + len(others)) if self.what == "scale" else ["embedding.weight", "head.weight"]
+            trial.kept["tied"] = megapipe.TiedWeights(trial.chunks, names)
+            for other in others:
+                other.data.copy_(first)
+        tied = trial.kept["tied"]
 
-        def sum_gradients() -> None:
-            one.grad, other.grad = one.grad + other.grad, one.grad + other.grad
+        if self.in_steps:
+            tied.sum_in_steps(trial.chunks)
+        else:
+            trial.finalizers.append(tied.sum_gradients)
+        trial.reference_finalizers.append(lambda: self.sum_gradients(trial))
 
-        trial.finalizers.append(tied.sum_gradients)
-        trial.reference_finalizers.append(sum_gradients)
+    def sum_gradients(self, trial: Any) -> None:
+        """None where there is none."""
+        copies = self.copies(trial)
+        grads = [copy.grad for copy in copies if copy.grad is not None]
+        total = sum(grads[1:], grads[0].clone()) if grads else None
+        for copy in copies:
+            copy.grad = None if total is None else total.clone()
+
+    def midway(self, trial: Any, step: int) -> None:
+        """Sums of each step add up in this order."""
+        if self.in_steps:
+            self.sum_gradients(trial)
+            for copy in self.copies(trial)[1:]:
+                copy.grad = None if copy.grad is None else torch.zeros_like(copy)
 
 
 def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -144,17 +189,18 @@ class Optimizer(Feature):
 
     def after(self, trial: Any, step: int) -> None:
         reference = trial.reference
-        copy = reference.stages[-1].head.weight if trial.case.get("Tied") else None
-        squares = [p.grad.double().square().sum() for p in reference.parameters if p is not copy and p.grad is not None]
-        norm = torch.stack(squares).sum().sqrt()
+        copies = {*trial.case.get("Tied").copies(trial)[1:]} if trial.case.get("Tied") else set()
+        trained = [p for p in reference.parameters if p.requires_grad and p.grad is not None]
+        squares = [p.grad.double().square().sum() for p in trained if p not in copies]
+        norm = torch.stack([*squares, torch.zeros((), dtype=torch.float64)]).sum().sqrt()
         if (
             self.kind == "post-validated"
             or megapipe.clip_grad_norm_(trial.chunks, self.max_norm or math.inf).isfinite()
         ):
             trial.optimizer.step()
         if norm.isfinite():
-            for parameter in reference.parameters:
-                if parameter.grad is not None and self.max_norm and norm > self.max_norm:
+            for parameter in trained:
+                if self.max_norm and norm > self.max_norm:
                     parameter.grad *= (self.max_norm / norm).float()
             trial.reference_optimizer.step()
 
@@ -231,7 +277,7 @@ class WarmUp(Feature):
             trial.chunks,
             case.m,
             received=received,
-            seq_length=SEQUENCE,
+            seq_length=case.sequence,
             micro_batch_size=BATCH,
         )
         after = everything(trial)
@@ -248,9 +294,16 @@ def everything(trial: Any) -> dict[str, str]:
     }
     for stage in trial.stages:
         for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
-            found[name] = "without values" if nn.parameter.is_lazy(tensor) else str(tensor.tolist())
-            found[f"gradient of {name}"] = str(None if tensor.grad is None else tensor.grad.tolist())
+            found[name] = values_of(tensor)
+            found[f"gradient of {name}"] = values_of(tensor.grad)
     return found
+
+
+def values_of(tensor: Any) -> str:
+    """Of a shard this rank's part."""
+    if tensor is None or nn.parameter.is_lazy(tensor):
+        return str(type(tensor))
+    return str((tensor.to_local() if isinstance(tensor, DTensor) else tensor).tolist())
 
 
 @dataclass(frozen=True)
