@@ -47,7 +47,7 @@ def is_plain(case: Case) -> bool:
 def can_be_captured(case: Case) -> bool:
     odd = case.any("needs_seed") or case.any("has_entries") or case.can_cut or case.get("Mask")
     is_odd = odd or CANNOT_BE_CAPTURED & case.odd or case.kind != "tensor" or len({*case.seq_lengths}) > 1
-    return CAN_CAPTURE and is_plain(case) and not is_odd and not case.forms.strip()
+    return CAN_CAPTURE and is_plain(case) and not is_odd and not case.get("Autocast") and not case.forms.strip()
 
 
 # How the schedule is called

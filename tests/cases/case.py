@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+import torch
 from tools.ranks import MAX_RANKS
 
 import megapipe
@@ -112,6 +114,9 @@ class Case:
 
     def without(self, feature: Feature) -> Case:
         return replace(self, features=[one for one in self.features if one is not feature])
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16) if self.get("Autocast") else nullcontext()
 
     num_chunks = property(lambda self: self.chunks or find_schedule(self.schedule).default_chunks)
     num_layers = property(lambda self: self.layers or self.num_stages + 1)

@@ -319,6 +319,15 @@ class Double(Feature):
 
 
 @dataclass(frozen=True)
+class Autocast(Feature):
+    """Forwards run in bfloat16 where torch says so, losses in float32."""
+
+    chance = 0.15
+    is_whole = False
+    goes = staticmethod(lambda case: not (case.get("Double") or {"used twice", "complex"} & case.odd))
+
+
+@dataclass(frozen=True)
 class Frozen(Feature):
     """Step by step, how the names of parameters begin that are frozen."""
 
@@ -352,6 +361,7 @@ class Forms(Feature):
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
         is_plain = not (case.any("needs_seed") or case.any("has_entries") or case.can_cut or case.get("Mask"))
+        is_plain = is_plain and not case.get("Autocast")
         is_plain = is_plain and not CANNOT_BE_CAPTURED & case.odd
         forms = [["", "deferring"], ["", "in segments"]]
         if not CANNOT_RUN_TWICE & case.odd:
@@ -508,7 +518,8 @@ class NumTokens(Feature):
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
-        return cls(0.0 if not case.is_cut else 1e-12 if case.get("Double") else 1e-5, rng.random() < 0.3)
+        tolerance = 1e-12 if case.get("Double") else 1e-2 if case.get("Autocast") else 1e-5
+        return cls(tolerance if case.is_cut else 0.0, rng.random() < 0.3)
 
     def config(self, config: dict[str, Any]) -> None:
         config["calculate_per_token_loss"] = self.per_token

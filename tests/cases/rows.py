@@ -15,6 +15,7 @@ from .changes import KINDS
 from .model import (
     CAN_CAPTURE,
     AsPipelineStage,
+    Autocast,
     Auxiliary,
     Companions,
     Delays,
@@ -34,7 +35,19 @@ from .model import (
     Shapes,
     Slices,
 )
-from .training import Accumulated, Failure, Optimizer, Replicas, Saved, Tied, Validated, WarmUp, Wrapped
+from .training import (
+    Accumulated,
+    Failure,
+    Optimizer,
+    Recorded,
+    Replicas,
+    Saved,
+    Scaled,
+    Tied,
+    Validated,
+    WarmUp,
+    Wrapped,
+)
 
 DEFERRING = Forms(["deferring"])
 TAKEN_BACK = Optimizer("post-validated", 5.0, (1.0, 256.0, 1.0, "nan"))
@@ -170,6 +183,9 @@ OF_FEATURES = [
     Case("interleaved_zb1p", 2, 5, [Delays("added"), Accumulated()], chunks=2),
     *(Case(name, 2, 5, [Delays("to main_grad"), Accumulated()]) for name in ("1f1b", "zb1p")),
     *(Case(name, 2, 5, [Delays("assigned beside main_grad"), Accumulated()]) for name in ("1f1b", "zbv")),
+    *(Case(name, 2, 3, [Autocast(), DEFERRING, Recompute()], steps=2) for name in ("1f1b", "zbv")),
+    *(Case(name, 2, 3, [Optimizer("adamw", 5.0, (1.0, "nan", 256.0)), Scaled()], steps=3) for name in ("1f1b", "zbv")),
+    *(Case(name, 2, 3, [DEFERRING, Recorded()], steps=2) for name in ("1f1b", "zbv")),
     Case("1f1b", 3, 4, [Failure(1, 3)]),
     Case("zbv", 2, 4, [Failure(0, 9), DEFERRING]),
 ]
@@ -247,9 +263,9 @@ def draw_pairs(seed: int, tries: int, most_units: int = 16) -> list[Case]:
 
 
 def is_slow(case: Case) -> bool:
-    """It starts processes anew, compiles, writes files, or waits until collectives are aborted."""
+    """It starts processes anew, compiles, or waits until collectives are aborted."""
     fails = case.get("Failure") is not None or (case.get("WarmUp") is not None and "weight" in str(case.odd))
-    is_long = case.kills or "captured" in case.forms or case.get("Saved") is not None
+    is_long = case.kills or "captured" in case.forms or "captured later" in case.changes
     return is_long or (fails and case.num_ranks > 2) or (fails and case.num_replicas > 1)
 
 

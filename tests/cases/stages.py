@@ -85,7 +85,8 @@ def example_message(case: Case, length: int = SEQUENCE) -> Any:
     stage = Stage(case, StageInfo(0, case.num_stages))
     for parameter in stage.parameters():
         parameter.requires_grad = True  # requires_grad_ is refused by lazy ones, from torch 2.15 on
-    return stage(torch.zeros(length, BATCH, dtype=torch.long))
+    with case.autocast():
+        return stage(torch.zeros(length, BATCH, dtype=torch.long))
 
 
 def data_of(case: Case, seed: int, replica: int = 0) -> Iterator[dict[str, Any]]:
@@ -102,7 +103,9 @@ def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> t
     batch = next(data_iterator)
     case = batch["case"]
     call = in_segments if "in segments" in case.forms else type(model).__call__
-    return call(model, batch["tokens"], **keywords_of(case, batch)), lambda out: loss_and_report(case, out, batch)
+    with case.autocast():
+        output = call(model, batch["tokens"], **keywords_of(case, batch))
+    return output, lambda out: loss_and_report(case, out, batch)
 
 
 def loss_and_report(case: Case, output: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
@@ -155,7 +158,8 @@ class Unpartitioned:
     def loss(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         message = batch["tokens"]
         for stage in self.stages:
-            message = stage(message, **keywords_of(self.case, batch))
+            with self.case.autocast():
+                message = stage(message, **keywords_of(self.case, batch))
         loss, *num_tokens, report = loss_and_report(self.case, message, batch)
         if self.case.of("NumTokens", "per_token", False):
             return loss, report["loss"]

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import megapipe
-from megapipe import PipelineError, parallel_state
+from megapipe import PipelinedGradScaler, PipelineError, TimelineRecorder, parallel_state
 from megapipe.checkpoint import Checkpointer
 from megapipe.runtime.monitor import Monitor
 from megapipe.training import GradientReducer
@@ -193,16 +193,54 @@ class Optimizer(Feature):
         trained = [p for p in reference.parameters if p.requires_grad and p.grad is not None]
         squares = [p.grad.double().square().sum() for p in trained if p not in copies]
         norm = torch.stack([*squares, torch.zeros((), dtype=torch.float64)]).sum().sqrt()
+        scaler = trial.kept.get("scaler")
         if (
             self.kind == "post-validated"
             or megapipe.clip_grad_norm_(trial.chunks, self.max_norm or math.inf).isfinite()
         ):
-            trial.optimizer.step()
+            trial.optimizer.step() if scaler is None else scaler.step(trial.optimizer)
+        if scaler is not None:
+            scaler.update()
         if norm.isfinite():
             for parameter in trained:
                 if self.max_norm and norm > self.max_norm:
                     parameter.grad *= (self.max_norm / norm).float()
             trial.reference_optimizer.step()
+
+
+@dataclass(frozen=True)
+class Scaled(Feature):
+    """The loss, by a power of 2 that is halved where gradients are no numbers."""
+
+    tolerance = 1e-30  # of numbers that are next to none
+    goes = staticmethod(lambda case: case.of("Optimizer", "kind", "") == "adamw")
+
+    def made(self, trial: Any) -> None:
+        scaler = trial.kept.setdefault("scaler", PipelinedGradScaler("cpu", init_scale=2.0**10))
+        trial.configure(grad_scale_func=scaler.scale)
+        trial.finalizers.append(lambda *_: scaler.unscale_(trial.optimizer))
+
+
+@dataclass(frozen=True)
+class Recorded(Feature):
+    """A timeline of the last steps has what their plan has."""
+
+    memory: bool = False
+
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(rng.random() < 0.3)
+
+    def made(self, trial: Any) -> None:
+        recorder = trial.kept.setdefault("recorder", TimelineRecorder(memory=self.memory))
+        trial.configure(record_timeline=recorder)
+
+    def end(self, trial: Any) -> None:
+        timeline = trial.kept["recorder"].gather()
+        timeline.plan.check()
+        for step in timeline.steps:
+            for rank, record in enumerate(step):
+                assert {span.action for span in record.spans} >= {*timeline.plan.actions[rank]}
 
 
 @dataclass(frozen=True)
@@ -342,7 +380,7 @@ class Failure(Feature):
     kills: bool = False
 
     chance = 0.35
-    goes = staticmethod(lambda case: not LEAVE_TRACES & case.odd)
+    goes = staticmethod(lambda case: not LEAVE_TRACES & case.odd and not case.get("Scaled"))
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
