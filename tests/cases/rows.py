@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from itertools import combinations
 
@@ -44,6 +45,7 @@ from .training import (
     Saved,
     Scaled,
     Tied,
+    TiedByMegatron,
     Validated,
     WarmUp,
     Wrapped,
@@ -249,6 +251,56 @@ for number, name in enumerate(sorted([*KINDS, *CALLS])):
         OF_CHANGES += [replace(plain, features=[*plain.features, Between(name, number % plain.num_stages, seed=1)])]
 
 
+# Of tied weights: a module that has one is exchanged, no stage uses it, a call is refused that would have begun to sum.
+OF_CHANGES += [
+    Case("1f1b", 2, 3, [Tied(), Between("module of the same type", 1)], steps=3),
+    Case("zbv", 2, 3, [Tied(), Between("module of the same type", 3)], steps=3),
+    Case("zbv", 2, 3, [Tied(), Between("module of another dtype", 3)], steps=3),
+    Case("1f1b", 2, 3, [Tied(), Between("parametrized", 1)], steps=3),
+    Case("zbv", 2, 3, [Tied("scale"), Between("scale left out", seed=1)], steps=3),
+    Case("zbv", 2, 3, [Tied(in_steps=True), Accumulated(), Between("a call refused", when="midway")], steps=3),
+]
+if importlib.util.find_spec("megatron") is not None:
+    OF_CHANGES += [Case("zbv", 2, 3, [TiedByMegatron(), *more], steps=2) for more in ([], [Accumulated()])]
+# Of tokens: gradients are thrown away, also where their rank has none, or gathered elsewhere.
+PER_TOKEN = [NumTokens(per_token=True), Accumulated()]
+OF_CHANGES += [
+    Case("zbv", 2, 3, [*PER_TOKEN, Between("gradients forgotten", when="midway", seed=1)], steps=3),
+    Case(
+        "1f1b", 2, 3, [*PER_TOKEN, Between("stage frozen", 1), Between("gradients forgotten", 0, 1, "midway")], steps=4
+    ),
+    Case("1f1b", 2, 3, [*PER_TOKEN, Between("gradients gathered by a hook", 1)], steps=3),
+]
+# Of what was looked at in a chunk's first step only.
+OF_CHANGES += [
+    Case("1f1b", 2, 3, [Recompute(), Between("noise", seed=1)], steps=3),
+    Case("zbv", 2, 3, [DEFERRING, Recompute(), Between("noise", seed=1)], steps=3),
+    Case("1f1b", 3, 3, [Between("stage unfrozen"), Between("output detached", 0, 1)], steps=4),
+    Case("1f1b", 2, 3, [AsPipelineStage(), Between("a wrong setting", seed=1)], steps=4),
+]
+# Of a step of the optimizer that is rolled back.
+OF_CHANGES += [
+    Case("zbv", 2, 3, [DEFERRING, Optimizer("post-validated", 0.5), Between("parameter assigned", 2)], steps=3),
+    Case("1f1b", 2, 3, [Optimizer("post-validated", 0.5), Between("requires_grad", 1, 0, "trained")], steps=3),
+]
+# Of messages: stages that are on other ranks, chunks that are new on one end only, gradients that are none.
+OF_CHANGES += [
+    Case("zbv", 2, 3, [Between("another placement")], steps=3),
+    Case("1f1b", 2, 3, [Between("wrapped later", 1)], steps=3),
+    Case("zbv", 2, 3, [Between("part of another model", 1)], steps=3),
+    Case("zbv", 2, 3, [Message("empty"), Between("input detached", 2)], steps=3),
+]
+# Of forwards in segments.
+OF_CHANGES += [
+    Case("combined_1f1b", 2, 3, [Forms(["in segments"]), Between("forward of a stage replaced", 1)], steps=3),
+    Case("dualpipev", 1, 3, [Forms(["in segments"]), Between("part of another model", 1)], steps=3),
+]
+# Of stages that run as graphs: what these cannot know is refused.
+if CAN_CAPTURE:
+    kinds = [name for name, one in KINDS.items() if one.graphs == "refuse"]
+    OF_CHANGES += [Case("zb1p", 2, 3, [Forms(["captured", "deferring"]), Between(kind)], steps=2) for kind in kinds]
+
+
 def draw_pairs(seed: int, tries: int, most_units: int = 16) -> list[Case]:
     """Of so many random cases, small ones that have a pair of features that no case before them has."""
     kept, seen = [], set()
@@ -256,7 +308,7 @@ def draw_pairs(seed: int, tries: int, most_units: int = 16) -> list[Case]:
         case = draw_case(seed, number)
         pairs = {*combinations([type(feature).__name__ for feature in case.features], 2)}
         units = case.steps * case.m * len(case.slice_lengths) * case.num_stages
-        if units <= most_units and not pairs <= seen and not is_slow(case) and not case.changes:
+        if units <= most_units and not pairs <= seen and not is_slow(case):
             seen |= pairs
             kept.append(case)
     return kept

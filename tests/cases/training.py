@@ -140,6 +140,34 @@ class Tied(Feature):
                 copy.grad = None if copy.grad is None else torch.zeros_like(copy)
 
 
+@dataclass(frozen=True)
+class TiedByMegatron(Feature):
+    """The same, under V placement, where Megatron marks the copies. The config is its own."""
+
+    chance = 0.0  # of rows only: it changes torch
+    tolerance = 1e-6
+
+    def stage(self, stage: Any) -> None:
+        from megatron.core.model_parallel_config import ModelParallelConfig
+
+        config = ModelParallelConfig(pipeline_dtype=torch.float32)
+        for name, value in vars(stage.config).items():
+            setattr(config, name, value)
+        stage.config = config
+
+    def made(self, trial: Any) -> None:
+        one, other = trial.reference.stages[0].embedding.weight, trial.reference.stages[-1].head.weight
+        for stage in trial.all_stages():
+            for module in filter(None, [stage.embedding, stage.head]):
+                module.weight.data.copy_(one)
+                module.weight.shared_embedding = True
+
+        def sum_gradients() -> None:
+            one.grad, other.grad = one.grad + other.grad, one.grad + other.grad
+
+        trial.reference_finalizers.append(sum_gradients)
+
+
 def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Of matrices: others stay as they are."""
     return torch.optim.Muon([p for group in groups for p in group["params"] if p.dim() == 2], lr=1e-2)
