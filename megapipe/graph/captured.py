@@ -154,6 +154,7 @@ class _StageGraphs:
         self._cut = cut_to_recompute if recomputes else partition
         self._compiles = compiles
         self._state = State(module)
+        self._refuse_lazy()
         self._sets_input = hasattr(module, "set_input_tensor")
         self._signature = inspect.signature(self._class.forward)
         if input_tensor is not None and not self._sets_input:
@@ -261,6 +262,14 @@ class _StageGraphs:
             )
         parts = self._cut(joint, state.num_weights)
         return Graphs(parts, state.num_weights, outputs[-1], shared_out, self._what if self._compiles else None)
+
+    def _refuse_lazy(self) -> None:
+        for name, tensor in zip(self._state.names, self._state.tensors()):
+            if nn.parameter.is_lazy(tensor):
+                raise CaptureError(
+                    f"{self._what} cannot be captured: {name} has no shape yet (torch's lazy modules): run the module "
+                    "once before, on an input like the example."
+                )
 
     def _refuse_shards(self, tensors: list[Tensor]) -> None:
         names = self._state.names

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ..activations import autocasts
-from ..chunks import wrapped_in
 from ..weight_grad import backward_context
 from .windows import fill_window
 
@@ -108,19 +107,15 @@ def _devices() -> list[str]:
 
 
 def find_forward_segments(module: Any) -> Callable[..., Generator[None, None, Any]] | None:
-    """The `forward_segments` of a module or of one inside its wrappers; None if it is to be called as a whole."""
-    for inner in wrapped_in(module):
-        # DistributedDataParallel's forward prepares the reduction of the gradients.
-        if _has_hooks(inner) or isinstance(inner, nn.parallel.DistributedDataParallel):
-            return None
-        if "forward" in vars(inner) and "_orig_mod" not in inner._modules:  # as torch.compile's wrapper has it
-            return None
-        forward_segments = getattr(inner, "forward_segments", None)
-        if forward_segments is not None:
-            return forward_segments if _are_of_forward(type(inner)) else None
-        if len([*inner.children()]) > 1:  # its forward does more than to call one
-            return None
-    return None
+    """The `forward_segments` of a module, or of one that torch.compile has wrapped; None if it is to be called as a
+    whole: the forward of any other wrapper may do more than to call the module in it."""
+    compiled = getattr(module, "_modules", {}).get("_orig_mod")
+    if compiled is not None and not _has_hooks(module):
+        module = compiled
+    forward_segments = getattr(module, "forward_segments", None)
+    if forward_segments is None or _has_hooks(module) or "forward" in vars(module):
+        return None
+    return forward_segments if _are_of_forward(type(module)) else None
 
 
 def _are_of_forward(kind: type) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import ref
 
+from ..chunks import unwrap
 from ..messages import MessageSpec
 from ..plan import StageInfo
 from ..stages import Call
@@ -66,7 +67,7 @@ class UndescribedMessages:
         self._forward_only = call.forward_only
         situation = (ref(session), call.forward_only, *self._sizes, *(part.length for part in call.slices))
         self._found: dict[int, dict[object, Different]] = {
-            chunk: kept_for(call.models[chunk]).setdefault(UndescribedMessages, {}) for chunk in peers
+            chunk: kept_for(unwrap(call.models[chunk])).setdefault(UndescribedMessages, {}) for chunk in peers
         }
         self._keys = {
             chunk: [(stages[chunk], side, peer, situation) for side, peer in zip(Seen._fields, around)]

@@ -70,7 +70,8 @@ class TiedWeights:
             everywhere = parallel_state.all_gather_json(own, group)
         copies = [_Copy(*copy) for one in everywhere for copy in one]
         _check(copies, names)
-        self._num_copies, self._trained = len(copies), [parameter.requires_grad for _, parameter in found]
+        self._num_copies = len(copies)
+        self._like = [(parameter.requires_grad, parameter.dtype) for _, parameter in found]
         holders = sorted({copy.rank for copy in copies})
         self._group = None if group is None else _group_of(holders, group)
         first = next(copy.rank for copy in copies if copy.name == names[0])
@@ -166,27 +167,29 @@ class TiedWeights:
 
     def _have_gradients(self, copies: list[Any], trained: dict[nn.Parameter, str]) -> bool:
         """Whether any copy, of all ranks, has a gradient to be summed. On a device only a rank that has none waits for
-        the answer, or one where what is frozen has changed.
+        the answer, or one where what is frozen, or a dtype, has changed.
 
         Raises:
-            ValueError: only some of the copies are frozen.
+            ValueError: only some of the copies are frozen, or their dtypes differ.
         """
-        own = [parameter.requires_grad for parameter in copies]
+        own = [(parameter.requires_grad, parameter.dtype) for parameter in copies]
         if not copies:
             return False
         num_own = sum(gradient_of(name, parameter) is not None for parameter, name in trained.items())
         device = local(copies[0]).device
-        counts = torch.cat([torch.full((1,), float(count), device=device) for count in (own.count(False), num_own)])
+        numbers = [DTYPES.index(parameter.dtype) for parameter in copies]
+        sums = (len(copies) - len(trained), num_own, sum(numbers), sum(number * number for number in numbers))
+        counts = torch.cat([torch.full((1,), float(one), device=device) for one in sums])
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
-        if own != self._trained or (trained and not num_own) or device.type == "cpu":
-            num_frozen, num_given = counts.tolist()
+        if own != self._like or (trained and not num_own) or device.type == "cpu":
+            num_frozen, num_given, of_dtypes, of_squares = counts.tolist()
+            what = f"the {self._num_copies} copies of {', '.join(sorted({*self.names}))}, one tied weight,"
             if num_frozen not in (0, self._num_copies):
-                raise ValueError(
-                    f"{num_frozen:g} of the {self._num_copies} copies of {', '.join(sorted({*self.names}))}, one tied "
-                    "weight, are frozen: freeze all of them, or none."
-                )
-            self._trained = own
+                raise ValueError(f"{num_frozen:g} of {what} are frozen: freeze all of them, or none.")
+            if self._num_copies * of_squares != of_dtypes**2:  # which are equal where all numbers are
+                raise ValueError(f"{what} have different dtypes now: convert all of them alike.")
+            self._like = own
             return bool(num_given)
         return bool(trained)
 
@@ -232,6 +235,8 @@ class _InSteps(Framework):
         tied = {names: one for chunk in models for names, one in getattr(chunk, "tied_weights", {}).items()}
         return list(tied.values())
 
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 framework = _InSteps()
 ties[__name__] = __name__

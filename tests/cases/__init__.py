@@ -7,6 +7,7 @@ numbers is a row of `rows.py`; `make fuzz` draws others. What prints as `Case(..
     python tests/fuzz "Case('1f1b', 2, 5, [Slices(3), Recompute('all')])"
 """
 
+from .between import *  # noqa: F403
 from .case import FEATURES, Case, Feature, draw_case
 from .model import *  # noqa: F403
 from .training import *  # noqa: F403

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+import torch
 from tools.ranks import MAX_RANKS
 
 import megapipe
@@ -34,12 +36,16 @@ class Feature:
     In the pipeline alone, where a trial is the case on one rank:
 
         config(config), chunk(chunk, stage)      returns what a chunk is wrapped in
-        made(trial), before(trial, step)
-        after(trial, step), end(trial)           when the gradients of the step were right; when all steps were
+        made(trial)                              also when its parameters are others
+        before(trial, step)
+        midway(trial, step)                      between two calls whose gradients add up
+        trained(trial, step), after(trial, step) when the gradients of the step were right
+        end(trial)                               when all steps were
     """
 
     chance = 0.3  # of being drawn, where it goes with the case
     refusal = ""  # a pattern: in place of right results, every rank may raise an error with such a text
+    most = 1  # in one case
     tolerance = 0.0  # by how much gradients may be off, in norms of the largest
     is_whole = True  # slices compute what whole sequences do
     has_entries = False  # messages hold something of it beside x
@@ -53,6 +59,10 @@ class Feature:
         """With what the case has already."""
         return True
 
+    def refuses(self, case: Case) -> str:
+        """The pattern, where it depends on the case."""
+        return self.refusal
+
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
         return cls()
@@ -64,6 +74,7 @@ class Case:
     Attributes:
         chunks: per rank; None for the schedule's own.
         layers: of the model; None for one more than there are stages.
+        sequence: the length of sequences, where they are of one.
     """
 
     schedule: str
@@ -73,11 +84,13 @@ class Case:
     steps: int = 1
     chunks: int | None = None
     layers: int | None = None
+    sequence: int = SEQUENCE
 
     def __repr__(self) -> str:
         """What makes it again."""
         parts = [repr(self.schedule), str(self.pp), str(self.m), str([*self.features])]
         rest = {"steps": self.steps if self.steps > 1 else None, "chunks": self.chunks, "layers": self.layers}
+        rest["sequence"] = self.sequence if self.sequence != SEQUENCE else None
         return f"Case({', '.join([*parts, *(f'{name}={value}' for name, value in rest.items() if value)])})"
 
     def call(self, hook: str, *arguments: Any) -> None:
@@ -102,6 +115,9 @@ class Case:
     def without(self, feature: Feature) -> Case:
         return replace(self, features=[one for one in self.features if one is not feature])
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16) if self.get("Autocast") else nullcontext()
+
     num_chunks = property(lambda self: self.chunks or find_schedule(self.schedule).default_chunks)
     num_layers = property(lambda self: self.layers or self.num_stages + 1)
     num_stages = property(lambda self: self.pp * self.num_chunks)
@@ -112,10 +128,11 @@ class Case:
     can_cut = property(lambda self: bool(find_schedule(self.schedule).slices))
     slice_lengths = property(lambda self: self.of("Slices", "lengths", [SEQUENCE]))
     is_cut = property(lambda self: len(self.slice_lengths) > 1)
-    seq_lengths = property(lambda self: self.of("Shapes", "seq_lengths", None) or [SEQUENCE] * self.m)
+    seq_lengths = property(lambda self: self.of("Shapes", "seq_lengths", None) or [self.sequence] * self.m)
     forms = property(lambda self: " ".join(self.of("Forms", "of_stages", [])))
     odd = property(lambda self: {*self.of("OddLayers", "of_layers", {}).values()})
-    refusal = property(lambda self: "|".join(feature.refusal for feature in self.features if feature.refusal))
+    changes = property(lambda self: {feature.kind for feature in self.features if type(feature).__name__ == "Between"})
+    refusal = property(lambda self: "|".join(filter(None, [feature.refuses(self) for feature in self.features])))
     tolerance = property(lambda self: max([feature.tolerance for feature in self.features], default=0.0))
 
     @property
@@ -135,6 +152,7 @@ def draw_case(seed: int, number: int) -> Case:
     case = Case(schedule, pp, rng.randint(1, 2 * pp + 4), (), rng.choice([1, 1, 2, 3, 4]), chunks, layers)
     for kind in FEATURES:
         rng = Random(f"{seed} {number} {kind.__name__}")  # of its own: one more feature leaves the others as they are
-        if rng.random() < kind.chance and kind.goes(case):
-            case = replace(case, features=(*case.features, kind.draw(rng, case)))
+        for _ in range(kind.most):
+            if rng.random() < kind.chance and kind.goes(case):
+                case = replace(case, features=(*case.features, kind.draw(rng, case)))
     return case

@@ -74,6 +74,7 @@ OF_X: dict[str, Way] = {  # which hold nothing else
     "tensor": (lambda e: e["x"], lambda m: {"x": m}),
     "list of one": (lambda e: [e["x"]], lambda m: dict(zip("x", m, strict=True))),
     "tuple": (lambda e: (e["x"], 0.5 * e["x"][..., :SIDE]), lambda m: {"x": m[0] + F.pad(m[1], (0, HIDDEN - SIDE))}),
+    "empty": (lambda e: (e["x"], e["x"][..., :0]), lambda m: {"x": m[0] + m[1].sum()}),
     "list": (
         lambda e: [part.contiguous() for part in e["x"].split([SIDE, 1, HIDDEN - SIDE - 1], -1)],
         lambda m: {"x": torch.cat(m, -1)},

@@ -196,8 +196,7 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
 LEAVE_TRACES = {"late buffer", "new buffer", "kept output"}
 RANDOM = {"dropout", "Python's random numbers", "NumPy's random numbers"}
 CANNOT_RUN_TWICE = {*RANDOM, *LEAVE_TRACES} - {"dropout"}
-CANNOT_BE_CAPTURED = {"weight in list", "weight in closure", *LEAVE_TRACES}
-CANNOT_BE_SHARDED = {*CANNOT_BE_CAPTURED, "lazy"}
+CANNOT_BE_CAPTURED = CANNOT_BE_SHARDED = {"weight in list", "weight in closure", "lazy", *LEAVE_TRACES}
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,11 @@ class Mask(Feature):
 
 @dataclass(frozen=True)
 class AsPipelineStage(Feature):
-    """Modules know nothing of stages."""
+    """Modules know nothing of stages. Their config is megapipe's own."""
+
+    def stage(self, stage: Any) -> None:
+        known = megapipe.PipelineConfig.__annotations__
+        stage.config = megapipe.PipelineConfig(**{k: value for k, value in vars(stage.config).items() if k in known})
 
     def chunk(self, chunk: nn.Module, stage: Any) -> nn.Module:
         return megapipe.PipelineStage(chunk, stage.info, stage.config)
@@ -311,6 +314,15 @@ class Double(Feature):
 
     def stage(self, stage: Any) -> None:
         stage.double()
+
+
+@dataclass(frozen=True)
+class Autocast(Feature):
+    """Forwards run in bfloat16 where torch says so, losses in float32."""
+
+    chance = 0.15
+    is_whole = False
+    goes = staticmethod(lambda case: not (case.get("Double") or {"used twice", "complex"} & case.odd))
 
 
 @dataclass(frozen=True)
@@ -347,11 +359,12 @@ class Forms(Feature):
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
         is_plain = not (case.any("needs_seed") or case.any("has_entries") or case.can_cut or case.get("Mask"))
+        is_plain = is_plain and not case.get("Autocast")
         is_plain = is_plain and not CANNOT_BE_CAPTURED & case.odd
         forms = [["", "deferring"], ["", "in segments"]]
         if not CANNOT_RUN_TWICE & case.odd:
             forms.append(["", "", "recomputed", "recomputed" if case.can_cut else "reentrant recomputed"])
-        if is_plain and case.kind in OF_X and case.kind not in ("strided", "complex") and rng.random() < 0.4:
+        if is_plain and case.kind in OF_X and case.kind not in ("strided", "complex", "empty") and rng.random() < 0.4:
             forms = [["", "captured", "captured recomputed", "deferring"]]  # which takes its time
         return cls([" ".join(filter(None, map(rng.choice, forms))) for _ in range(case.num_stages)])
 
@@ -497,16 +510,17 @@ class NumTokens(Feature):
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
-        return cls(0.0 if not case.is_cut else 1e-12 if case.get("Double") else 1e-5, rng.random() < 0.3)
+        tolerance = 1e-12 if case.get("Double") else 1e-2 if case.get("Autocast") else 1e-5
+        return cls(tolerance if case.is_cut else 0.0, rng.random() < 0.3)
 
     def config(self, config: dict[str, Any]) -> None:
         config["calculate_per_token_loss"] = self.per_token
 
     def made(self, trial: Any) -> None:
-        num_tokens = BATCH * sum(trial.case.seq_lengths) if any(stage.info.is_last for stage in trial.stages) else 0
+        has_loss = any(stage.info.is_last for stage in trial.stages)
 
         def check(models: Any, given: Any) -> None:
-            assert given == num_tokens if self.per_token else given is None
+            assert given == (trial.num_tokens if has_loss else 0) if self.per_token else given is None
 
         trial.finalizers.append(check)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import replace
 from itertools import combinations
 
 import torch
 
+from .between import Between, goes
+from .calls import CALLS
 from .case import SCHEDULES, Case, draw_case
+from .changes import KINDS
 from .model import (
     AsPipelineStage,
+    Autocast,
     Auxiliary,
     Companions,
     Delays,
@@ -28,7 +34,20 @@ from .model import (
     Shapes,
     Slices,
 )
-from .training import Accumulated, Failure, Optimizer, Replicas, Saved, Tied, Validated, WarmUp, Wrapped
+from .training import (
+    Accumulated,
+    Failure,
+    Optimizer,
+    Recorded,
+    Replicas,
+    Saved,
+    Scaled,
+    Tied,
+    TiedByMegatron,
+    Validated,
+    WarmUp,
+    Wrapped,
+)
 
 DEFERRING = Forms(["deferring"])
 TAKEN_BACK = Optimizer("post-validated", 5.0, (1.0, 256.0, 1.0, "nan"))
@@ -124,6 +143,7 @@ OF_FEATURES = [
     Case("1f1b", 2, 3, [NumTokens()]),
     Case("seq1f1b", 2, 3, [Slices([4, 1, 1]), Double(), NumTokens(1e-12)]),
     Case("seq_zb1p", 2, 3, [Slices([4, 1, 1]), NumTokens(1e-5, per_token=True), DEFERRING]),
+    *(Case(name, 2, 3, [NumTokens(per_token=True), Accumulated()], steps=2) for name in ("1f1b", "zbv")),
     Case("seq1f1b", 2, 3, [Slices(3), KeptSums(1, "stack", "view"), Recompute()]),
     Case("seq_zb1p", 2, 3, [Slices([3, 2, 1]), KeptSums(0, "views"), DEFERRING]),
     Case("seq1f1b", 2, 2, [Slices(6), KeptSums(2, "stack")]),
@@ -163,6 +183,9 @@ OF_FEATURES = [
     Case("interleaved_zb1p", 2, 5, [Delays("added"), Accumulated()], chunks=2),
     *(Case(name, 2, 5, [Delays("to main_grad"), Accumulated()]) for name in ("1f1b", "zb1p")),
     *(Case(name, 2, 5, [Delays("assigned beside main_grad"), Accumulated()]) for name in ("1f1b", "zbv")),
+    *(Case(name, 2, 3, [Autocast(), DEFERRING, Recompute()], steps=2) for name in ("1f1b", "zbv")),
+    *(Case(name, 2, 3, [Optimizer("adamw", 5.0, (1.0, "nan", 256.0)), Scaled()], steps=3) for name in ("1f1b", "zbv")),
+    *(Case(name, 2, 3, [DEFERRING, Recorded()], steps=2) for name in ("1f1b", "zbv")),
     Case("1f1b", 3, 4, [Failure(1, 3)]),
     Case("zbv", 2, 4, [Failure(0, 9), DEFERRING]),
 ]
@@ -199,6 +222,81 @@ OF_FEATURES += [
 ]
 
 
+OF_CHANGES = [
+    Case("1f1b", 2, 3, [Accumulated(), Between("gradients forgotten", when="midway")], steps=3),
+    Case("1f1b", 2, 3, [Between("module of another type"), Between("requires_grad", 1, 1)], steps=4),
+    Case("1f1b", 2, 3, [Between("captured later")], steps=3),
+    Case("1f1b", 2, 3, [AsPipelineStage(), Between("a wrong setting")], steps=3),
+    Case("zbv", 1, 3, [DEFERRING, Between("a call failed")], steps=3),
+    Case("zbv", 1, 3, [DEFERRING, Between("part of another model")], steps=3),
+    Case("zbv", 2, 3, [DEFERRING, Between("wrapped later", seed=1)], steps=3),
+    Case("zbv", 2, 3, [Tied(), Between("sharded later")], steps=3),
+    Case("zbv", 2, 3, [Tied("scale", in_steps=True), Accumulated(), Between("another schedule")], steps=3),
+    *(
+        Case("zbv", 2, 3, [Accumulated(), Between(kind, 2, when="midway")], steps=2)
+        for kind in ("requires_grad", "noise")
+    ),
+    Case("interleaved_zb1p", 2, 3, [ADAMW, Between("parametrized", 2), Between("adapters added", 1)], steps=3),
+    Case("1f1b", 2, 3, [ADAMW, Replicas(), Between("module of the same type", 1)], steps=3),
+    Case("1f1b", 2, 3, [TAKEN_BACK, Between("module of another type")], steps=4),
+]
+for number, name in enumerate(sorted([*KINDS, *CALLS])):
+    plain = [Case("zbv", 2, 3, [DEFERRING], steps=3), Case("1f1b", 2, 3, steps=3)][number % 2]
+    if goes(name, plain) and not any(name in row.changes for row in OF_CHANGES):
+        OF_CHANGES += [replace(plain, features=[*plain.features, Between(name, number % plain.num_stages, seed=1)])]
+
+
+# Of tied weights: a module that has one is exchanged, no stage uses it, a call is refused that would have begun to sum.
+OF_CHANGES += [
+    Case("1f1b", 2, 3, [Tied(), Between("module of the same type", 1)], steps=3),
+    Case("zbv", 2, 3, [Tied(), Between("module of the same type", 3)], steps=3),
+    Case("zbv", 2, 3, [Tied(), Between("module of another dtype", 3)], steps=3),
+    Case("1f1b", 2, 3, [Tied(), Between("parametrized", 1)], steps=3),
+    Case("zbv", 2, 3, [Tied("scale"), Between("scale left out", seed=1)], steps=3),
+    Case("zbv", 2, 3, [Tied(in_steps=True), Accumulated(), Between("a call refused", when="midway")], steps=3),
+]
+if importlib.util.find_spec("megatron") is not None:
+    OF_CHANGES += [Case("zbv", 2, 3, [TiedByMegatron(), *more], steps=2) for more in ([], [Accumulated()])]
+# Of tokens: gradients are thrown away, also where their rank has none, or gathered elsewhere.
+PER_TOKEN = [NumTokens(per_token=True), Accumulated()]
+OF_CHANGES += [
+    Case("zbv", 2, 3, [*PER_TOKEN, Between("gradients forgotten", when="midway", seed=1)], steps=3),
+    Case(
+        "1f1b", 2, 3, [*PER_TOKEN, Between("stage frozen", 1), Between("gradients forgotten", 0, 1, "midway")], steps=4
+    ),
+    Case("1f1b", 2, 3, [*PER_TOKEN, Between("gradients gathered by a hook", 1)], steps=3),
+]
+# Of what was looked at in a chunk's first step only.
+OF_CHANGES += [
+    Case("1f1b", 2, 3, [Recompute(), Between("noise", seed=1)], steps=3),
+    Case("zbv", 2, 3, [DEFERRING, Recompute(), Between("noise", seed=1)], steps=3),
+    Case("1f1b", 3, 3, [Between("stage unfrozen"), Between("output detached", 0, 1)], steps=4),
+    Case("1f1b", 2, 3, [AsPipelineStage(), Between("a wrong setting", seed=1)], steps=4),
+]
+# Of a step of the optimizer that is rolled back.
+OF_CHANGES += [
+    Case("zbv", 2, 3, [DEFERRING, Optimizer("post-validated", 0.5), Between("parameter assigned", 2)], steps=3),
+    Case("1f1b", 2, 3, [Optimizer("post-validated", 0.5), Between("requires_grad", 1, 0, "trained")], steps=3),
+]
+# Of messages: stages that are on other ranks, chunks that are new on one end only, gradients that are none.
+OF_CHANGES += [
+    Case("zbv", 2, 3, [Between("another placement")], steps=3),
+    Case("1f1b", 2, 3, [Between("wrapped later", 1)], steps=3),
+    Case("zbv", 2, 3, [Message("empty"), Between("input detached", 2)], steps=3),
+]
+# Of forwards in segments.
+OF_CHANGES += [
+    Case("combined_1f1b", 2, 3, [Forms(["in segments"]), Between("forward of a stage replaced", 1)], steps=3),
+    Case("dualpipev", 1, 3, [Forms(["in segments"]), Between("part of another model", 1)], steps=3),
+]
+# Of stages that run as graphs: what these cannot know is refused.
+OF_CHANGES += [
+    Case("zb1p", 2, 3, [Forms(["captured", "deferring"]), Between(kind)], steps=2)
+    for kind, one in KINDS.items()
+    if one.graphs == "refuse"
+]
+
+
 def draw_pairs(seed: int, tries: int, most_units: int = 16) -> list[Case]:
     """Of so many random cases, small ones that have a pair of features that no case before them has."""
     kept, seen = [], set()
@@ -213,10 +311,10 @@ def draw_pairs(seed: int, tries: int, most_units: int = 16) -> list[Case]:
 
 
 def is_slow(case: Case) -> bool:
-    """It starts processes anew, compiles, writes files, or waits until collectives are aborted."""
+    """It starts processes anew, compiles, or waits until collectives are aborted."""
     fails = case.get("Failure") is not None or (case.get("WarmUp") is not None and "weight" in str(case.odd))
-    is_long = case.kills or "captured" in case.forms or case.get("Saved") is not None
+    is_long = case.kills or "captured" in case.forms or "captured later" in case.changes
     return is_long or (fails and case.num_ranks > 2) or (fails and case.num_replicas > 1)
 
 
-ROWS = [*OF_SCHEDULES, *OF_FEATURES, *draw_pairs(1, 1000)]
+ROWS = [*OF_SCHEDULES, *OF_FEATURES, *OF_CHANGES, *draw_pairs(1, 1000)]

@@ -85,7 +85,8 @@ def example_message(case: Case, length: int = SEQUENCE) -> Any:
     stage = Stage(case, StageInfo(0, case.num_stages))
     for parameter in stage.parameters():
         parameter.requires_grad = True  # requires_grad_ is refused by lazy ones, from torch 2.15 on
-    return stage(torch.zeros(length, BATCH, dtype=torch.long))
+    with case.autocast():
+        return stage(torch.zeros(length, BATCH, dtype=torch.long))
 
 
 def data_of(case: Case, seed: int, replica: int = 0) -> Iterator[dict[str, Any]]:
@@ -102,7 +103,9 @@ def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> t
     batch = next(data_iterator)
     case = batch["case"]
     call = in_segments if "in segments" in case.forms else type(model).__call__
-    return call(model, batch["tokens"], **keywords_of(case, batch)), lambda out: loss_and_report(case, out, batch)
+    with case.autocast():
+        output = call(model, batch["tokens"], **keywords_of(case, batch))
+    return output, lambda out: loss_and_report(case, out, batch)
 
 
 def loss_and_report(case: Case, output: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
@@ -125,7 +128,11 @@ class Unpartitioned:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.stages = [Stage(case, StageInfo(index, case.num_stages)) for index in range(case.num_stages)]
-        self.parameters = [p for stage in self.stages for p in stage.parameters()]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """They may be others after each step."""
+        return list(dict.fromkeys(p for stage in self.stages for p in stage.parameters()))
 
     def step(self, seed: int, replica: int, forward_only: bool) -> list[Tensor]:
         """The losses of one replica. Gradients are averages over all of them."""
@@ -144,14 +151,15 @@ class Unpartitioned:
         if self.case.is_cut:
             return self.run_by_slices(batch, forward_only)
         loss, report = self.loss(batch)
-        if not forward_only:
+        if not forward_only and loss.requires_grad:
             loss.backward()
         return report
 
     def loss(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         message = batch["tokens"]
         for stage in self.stages:
-            message = stage(message, **keywords_of(self.case, batch))
+            with self.case.autocast():
+                message = stage(message, **keywords_of(self.case, batch))
         loss, *num_tokens, report = loss_and_report(self.case, message, batch)
         if self.case.of("NumTokens", "per_token", False):
             return loss, report["loss"]
@@ -180,6 +188,6 @@ class Unpartitioned:
             assert off <= close * norm, f"slices: gradients are off by {off} of {norm}, those of whole sequences"
         return sum(reports[1:], reports[0])
 
-    def forget_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+    def forget_gradients(self, set_to_none: bool = True) -> None:
+        for stage in self.stages:
+            stage.zero_grad(set_to_none)

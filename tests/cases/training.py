@@ -19,19 +19,20 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from tools.models import BATCH
+from tools.models import BATCH, HIDDEN
 from tools.optimizers import adamw
 from tools.ranks import MAX_RANKS
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import megapipe
-from megapipe import PipelineError, parallel_state
+from megapipe import PipelinedGradScaler, PipelineError, TimelineRecorder, parallel_state
 from megapipe.checkpoint import Checkpointer
 from megapipe.runtime.monitor import Monitor
 from megapipe.training import GradientReducer
 
-from .case import SEQUENCE, Case, Feature
+from .case import Case, Feature
 from .model import CANNOT_BE_SHARDED, LEAVE_TRACES
 from .stages import data_of, example_message, forward_step
 
@@ -78,19 +79,91 @@ class Replicas(Feature):
 
 @dataclass(frozen=True)
 class Tied(Feature):
-    """The embedding is also the head."""
+    """The embedding is also the head, or the first stage and the last have a "scale", which they may leave out.
+
+    Attributes:
+        in_steps: gradients are summed by themselves.
+    """
+
+    what: str = "embedding"
+    in_steps: bool = False
 
     goes = staticmethod(lambda case: "embedding" not in str(case.get("Frozen")))
 
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(rng.choice(["embedding", "embedding", "scale"]), rng.random() < 0.4)
+
+    def stage(self, stage: Any) -> None:
+        if self.what == "scale" and (stage.info.is_first or stage.info.is_last):
+            stage.scale = nn.Parameter(torch.ones(HIDDEN, dtype=next(stage.parameters()).dtype))
+
+    def take(self, x: Tensor, stage: Any, entries: dict[str, Any], tokens: Tensor | None) -> Tensor:
+        return x * stage.scale if hasattr(stage, "scale") and not hasattr(stage, "leaves_out_scale") else x
+
+    def copies(self, trial: Any) -> list[nn.Parameter]:
+        """Those of the unpartitioned model, which may have other modules since."""
+        if self.what == "scale":
+            return [stage.scale for stage in trial.reference.stages if hasattr(stage, "scale")]
+        modules = trial.reference.stages[0].embedding, trial.reference.stages[-1].head
+        return [module.weight for module in modules if hasattr(module, "weight")]
+
     def made(self, trial: Any) -> None:
-        tied = megapipe.TiedWeights(trial.chunks, ["embedding.weight", "head.weight"])
+        first, *others = self.copies(trial)
+        if "tied" not in trial.kept:
+            names = ["scale"] * (1 + len(others)) if self.what == "scale" else ["embedding.weight", "head.weight"]
+            trial.kept["tied"] = megapipe.TiedWeights(trial.chunks, names)
+            for other in others:
+                other.data.copy_(first)
+        tied = trial.kept["tied"]
+
+        if self.in_steps:
+            tied.sum_in_steps(trial.chunks)
+        else:
+            trial.finalizers.append(tied.sum_gradients)
+        trial.reference_finalizers.append(lambda: self.sum_gradients(trial))
+
+    def sum_gradients(self, trial: Any) -> None:
+        """None where there is none."""
+        copies = self.copies(trial)
+        grads = [copy.grad for copy in copies if copy.grad is not None]
+        total = sum(grads[1:], grads[0].clone()) if grads else None
+        for copy in copies:
+            copy.grad = None if total is None else total.clone()
+
+    def midway(self, trial: Any, step: int) -> None:
+        """Sums of each step add up in this order."""
+        if self.in_steps:
+            self.sum_gradients(trial)
+            for copy in self.copies(trial)[1:]:
+                copy.grad = None if copy.grad is None else torch.zeros_like(copy)
+
+
+@dataclass(frozen=True)
+class TiedByMegatron(Feature):
+    """The same, under V placement, where Megatron marks the copies. The config is its own."""
+
+    chance = 0.0  # of rows only: it changes torch
+    tolerance = 1e-6
+
+    def stage(self, stage: Any) -> None:
+        from megatron.core.model_parallel_config import ModelParallelConfig
+
+        config = ModelParallelConfig(pipeline_dtype=torch.float32)
+        for name, value in vars(stage.config).items():
+            setattr(config, name, value)
+        stage.config = config
+
+    def made(self, trial: Any) -> None:
         one, other = trial.reference.stages[0].embedding.weight, trial.reference.stages[-1].head.weight
-        other.data.copy_(one)
+        for stage in trial.all_stages():
+            for module in filter(None, [stage.embedding, stage.head]):
+                module.weight.data.copy_(one)
+                module.weight.shared_embedding = True
 
         def sum_gradients() -> None:
             one.grad, other.grad = one.grad + other.grad, one.grad + other.grad
 
-        trial.finalizers.append(tied.sum_gradients)
         trial.reference_finalizers.append(sum_gradients)
 
 
@@ -143,19 +216,58 @@ class Optimizer(Feature):
 
     def after(self, trial: Any, step: int) -> None:
         reference = trial.reference
-        copy = reference.stages[-1].head.weight if trial.case.get("Tied") else None
-        squares = [p.grad.double().square().sum() for p in reference.parameters if p is not copy and p.grad is not None]
-        norm = torch.stack(squares).sum().sqrt()
+        copies = {*trial.case.get("Tied").copies(trial)[1:]} if trial.case.get("Tied") else set()
+        trained = [p for p in reference.parameters if p.requires_grad and p.grad is not None]
+        squares = [p.grad.double().square().sum() for p in trained if p not in copies]
+        norm = torch.stack([*squares, torch.zeros((), dtype=torch.float64)]).sum().sqrt()
+        scaler = trial.kept.get("scaler")
         if (
             self.kind == "post-validated"
             or megapipe.clip_grad_norm_(trial.chunks, self.max_norm or math.inf).isfinite()
         ):
-            trial.optimizer.step()
+            trial.optimizer.step() if scaler is None else scaler.step(trial.optimizer)
+        if scaler is not None:
+            scaler.update()
         if norm.isfinite():
-            for parameter in reference.parameters:
-                if parameter.grad is not None and self.max_norm and norm > self.max_norm:
+            for parameter in trained:
+                if self.max_norm and norm > self.max_norm:
                     parameter.grad *= (self.max_norm / norm).float()
             trial.reference_optimizer.step()
+
+
+@dataclass(frozen=True)
+class Scaled(Feature):
+    """The loss, by a power of 2 that is halved where gradients are no numbers."""
+
+    tolerance = 1e-30  # of numbers that are next to none
+    goes = staticmethod(lambda case: case.of("Optimizer", "kind", "") == "adamw")
+
+    def made(self, trial: Any) -> None:
+        scaler = trial.kept.setdefault("scaler", PipelinedGradScaler("cpu", init_scale=2.0**10))
+        trial.configure(grad_scale_func=scaler.scale)
+        trial.finalizers.append(lambda *_: scaler.unscale_(trial.optimizer))
+
+
+@dataclass(frozen=True)
+class Recorded(Feature):
+    """A timeline of the last steps has what their plan has."""
+
+    memory: bool = False
+
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        return cls(rng.random() < 0.3)
+
+    def made(self, trial: Any) -> None:
+        recorder = trial.kept.setdefault("recorder", TimelineRecorder(memory=self.memory))
+        trial.configure(record_timeline=recorder)
+
+    def end(self, trial: Any) -> None:
+        timeline = trial.kept["recorder"].gather()
+        timeline.plan.check()
+        for step in timeline.steps:
+            for rank, record in enumerate(step):
+                assert {span.action for span in record.spans} >= {*timeline.plan.actions[rank]}
 
 
 @dataclass(frozen=True)
@@ -230,7 +342,7 @@ class WarmUp(Feature):
             trial.chunks,
             case.m,
             received=received,
-            seq_length=SEQUENCE,
+            seq_length=case.sequence,
             micro_batch_size=BATCH,
         )
         after = everything(trial)
@@ -247,9 +359,16 @@ def everything(trial: Any) -> dict[str, str]:
     }
     for stage in trial.stages:
         for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
-            found[name] = "without values" if nn.parameter.is_lazy(tensor) else str(tensor.tolist())
-            found[f"gradient of {name}"] = str(None if tensor.grad is None else tensor.grad.tolist())
+            found[name] = values_of(tensor)
+            found[f"gradient of {name}"] = values_of(tensor.grad)
     return found
+
+
+def values_of(tensor: Any) -> str:
+    """Of a shard this rank's part."""
+    if tensor is None or nn.parameter.is_lazy(tensor):
+        return str(type(tensor))
+    return str((tensor.to_local() if isinstance(tensor, DTensor) else tensor).tolist())
 
 
 @dataclass(frozen=True)
@@ -288,7 +407,7 @@ class Failure(Feature):
     kills: bool = False
 
     chance = 0.35
-    goes = staticmethod(lambda case: not LEAVE_TRACES & case.odd)
+    goes = staticmethod(lambda case: not LEAVE_TRACES & case.odd and not case.get("Scaled"))
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -23,12 +24,17 @@ import megapipe
 from megapipe import parallel_state, stages_for_rank
 from megapipe.failures import collective
 
-from .case import SEQUENCE, Case
+from .case import Case
 from .stages import Stage, Unpartitioned, data_of, forward_step
 
 
 class Trial:
-    """A case on one rank."""
+    """A case on one rank.
+
+    Attributes:
+        num_tokens: of all calls whose gradients add up, those that are not finalized yet.
+        kept: what features keep when they are made again.
+    """
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank, self.step = case, rank, 0
@@ -37,14 +43,30 @@ class Trial:
         infos = stages_for_rank(case.schedule, num_chunks=case.num_chunks)
         self.stages = [Stage(case, info) for info in infos]
         self.chunks = [case.fold("chunk", stage, stage) for stage in self.stages]
-        self.function = megapipe.get_forward_backward_func(
-            case.get("Planned").plan(case) if case.get("Planned") else case.schedule
-        )
         self.reference = Unpartitioned(case)
         self.finalizers: list[Any] = []
         self.reference_finalizers: list[Any] = []
         self.optimizer: Any = None
+        self.num_tokens = 0
+        self.kept: dict[str, Any] = {}
+        self.become(case)
         case.call("made", self)
+
+    def become(self, case: Case) -> None:
+        """Go on as another one, of the same stages."""
+        planned = case.get("Planned")
+        self.function = megapipe.get_forward_backward_func(planned.plan(case) if planned else case.schedule)
+        self.case = self.reference.case = case
+        for stage in self.all_stages():
+            stage.case = case
+
+    def make_again(self) -> None:
+        """What depends on which parameters there are, such as optimizers."""
+        if self.optimizer is not None:
+            self.optimizer.finalize()
+        self.finalizers.clear()
+        self.reference_finalizers.clear()
+        self.case.call("made", self)
 
     def all_stages(self) -> list[Stage]:
         """Of the pipeline on this rank, and of what it is compared with."""
@@ -52,42 +74,62 @@ class Trial:
 
     def configure(self, **settings: Any) -> None:
         for stage in self.stages:
-            vars(stage.config).update(settings)
+            for name, value in settings.items():
+                setattr(stage.config, name, value)
 
     def finalize(self, *arguments: Any) -> None:
         for finalizer in self.finalizers:
             finalizer(*arguments)
+        self.num_tokens = 0
 
-    def run(self, seed: int, forward_only: bool = False) -> list[Any]:
-        return self.function(
-            forward_step_func=forward_step,
-            data_iterator=data_of(self.case, seed, self.replica),
-            model=self.chunks,
-            num_microbatches=self.case.m,
-            seq_length=SEQUENCE,
-            micro_batch_size=BATCH,
-            forward_only=forward_only,
-        )
+    def run(self, seed: int, forward_only: bool = False, **others: Any) -> list[Any]:
+        self.num_tokens += 0 if forward_only else BATCH * sum(self.case.seq_lengths)
+        arguments = {
+            "forward_step_func": forward_step,
+            "data_iterator": data_of(self.case, seed, self.replica),
+            "model": self.chunks,
+            "num_microbatches": self.case.m,
+            "seq_length": self.case.sequence,
+            "micro_batch_size": BATCH,
+            "forward_only": forward_only,
+        }
+        return self.function(**{**arguments, **others})
 
     def train(self, first_seed: int = 0) -> None:
         for step in range(self.case.steps):
             self.step = step
             self.case.call("before", self, step)
-            for chunk in self.chunks:
-                chunk.zero_grad()
-            self.reference.forget_gradients()
-            for is_last in (False, True) if self.case.get("Accumulated") else (True,):
+            self.forget_gradients()
+            is_added_up = self.case.get("Accumulated") is not None
+            for is_last in (False, True) if is_added_up else (True,):
+                if is_last and is_added_up:
+                    self.case.call("midway", self, step)
                 self.configure(finalize_model_grads_func=self.finalize if is_last else None)
                 self.compare_losses(first_seed + 2 * step + is_last)
             for finalizer in self.reference_finalizers:
                 finalizer()
+            if any(getattr(feature, "kind", "").endswith("detached") for feature in self.case.features):
+                self.expect_zeros()
             self.compare("gradient", [(name, p.grad, want.grad) for name, p, want in self.parameters()])
+            self.case.call("trained", self, step)
             self.case.call("after", self, step)
         if self.optimizer is not None:
             self.optimizer.finalize()
             self.compare("weight", [(name, p.detach(), want.detach()) for name, p, want in self.parameters()])
         if self.case.refusal:
             self.run(900)  # so that each rank hears of an error of another
+
+    def expect_zeros(self) -> None:
+        """A stage that gives the one before it no gradient sends zeros."""
+        for _, parameter, want in self.parameters():
+            if want.grad is None and parameter.grad is not None and not parameter.grad.any():
+                want.grad = torch.zeros_like(want)
+
+    def forget_gradients(self, set_to_none: bool = True) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad(set_to_none)
+        self.reference.forget_gradients(set_to_none)
+        self.num_tokens = 0
 
     def parameters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """With those that they are compared with."""
@@ -100,14 +142,15 @@ class Trial:
         found: list[Any] = [report["loss"] for report in self.run(seed, forward_only)]
         with torch.set_grad_enabled(not forward_only):
             wanted: list[Any] = self.reference.step(seed, self.replica, forward_only)
-        if not any(stage.info.is_last for stage in self.stages):
+        as_by_megatron = self.case.get("TiedByMegatron") and self.rank == self.case.pp - 1  # which reads them there
+        if not any(stage.info.is_last for stage in self.stages) and not as_by_megatron:
             wanted = []
         self.compare("loss", [(str(k), *pair) for k, pair in enumerate(zip_longest(found, wanted))])
 
     def compare(self, what: str, triples: Iterable[tuple[str, Any, Any]]) -> None:
         """Names, what was found and what is expected."""
         whole = [(name, one.full_tensor() if isinstance(one, DTensor) else one, want) for name, one, want in triples]
-        norms = [want.norm().item() for _, _, want in whole if want is not None]
+        norms = [norm for *_, want in whole if want is not None and math.isfinite(norm := want.norm().item())]
         limit = self.case.tolerance and self.case.tolerance * max(norms, default=0.0)
         wrong = [f"{what} {name}: {text}" for name, one, want in whole if (text := difference(one, want, limit))]
         self.agree("\n".join(wrong))

@@ -225,6 +225,17 @@ def test_modules_changed_after_capture() -> None:
         stage(sequence())
 
 
+def test_a_layer_without_a_shape_yet() -> None:
+    """A lazy layer gave torch's RuntimeError, that the shape of an uninitialized parameter cannot be accessed. It named
+    neither the parameter nor what to do."""
+    stage = nn.Sequential(nn.LazyLinear(H), nn.Tanh())
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet .*: run the module once"):
+        graph.capture(stage, (sequence(),))
+    x = sequence()
+    expected = stage(x)
+    assert torch.equal(graph.capture(stage, (x,))(x), expected)
+
+
 def test_a_forward_of_its_own() -> None:
     """An attribute hides the class's method, and so it hid the graph: the stage stayed eager without a word."""
     module = Plain()

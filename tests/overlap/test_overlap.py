@@ -281,9 +281,21 @@ class Wrapper(nn.Module):
         return self.module(*args, **kwargs)
 
 
-@pytest.mark.parametrize("wrap", [lambda chunk: chunk, lambda chunk: Wrapper(Wrapper(chunk))])
+class Halving(Wrapper):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs) / 2
+
+
+def test_a_wrapper_is_called_as_a_whole() -> None:
+    """The forwards of wrappers were skipped, also where they do more than to call the module in them."""
+    segments = in_segments(Halving(Chunk()), torch.ones(2), scale=3.0)
+    assert torch.equal(segments.finish(), torch.full((2,), 1.5))
+    assert not segments.has_stopped
+
+
+@pytest.mark.parametrize("wrap", [lambda chunk: chunk, torch.compile])
 def test_segments(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Nothing runs before the first `advance`; the forwards of wrappers are skipped."""
+    """Nothing runs before the first `advance`."""
     chunk = Chunk()
     segments = in_segments(wrap(chunk), torch.ones(2), scale=3.0)
     assert chunk.calls == []
