@@ -138,6 +138,7 @@ class GraphFacts:
         self._names, self._modules = [*named], [*named.values()]
         self._types = [*map(type, self._modules)]
         self._hooks = [*map(num_hooks, self._modules)]
+        self._forwards = [vars(part).get("forward") for part in self._modules]
         self._values = [plain_values(part) for part in self._modules] if reads_values else []
 
     def find_change(self, module: nn.Module) -> str | None:
@@ -151,6 +152,8 @@ class GraphFacts:
                 continue
             if type(now) is not self._types[number]:
                 return f"its part {self._names[number]} has another type than then"
+            if vars(now).get("forward") is not self._forwards[number]:
+                return f"its part {self._names[number]} has another forward than then"
             if num_hooks(now) != self._hooks[number]:
                 return f"its part {self._names[number]} has other hooks than then"
         for path, part, values in zip(self._names, self._modules, self._values):

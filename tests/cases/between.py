@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from megapipe import NoGradientWarning
 
 from . import changes
-from .calls import CALLS, GOES, are_refused, is_plain
+from .calls import CALLS, GOES, is_plain
 from .case import Case, Feature
 from .changes import KINDS
 from .stages import Stage
@@ -80,7 +80,9 @@ class Between(Feature):
         if case.get("Tied") and self.kind in KINDS:
             texts.append("tied")
         if "captured" in case.forms and self.kind in KINDS and KINDS[self.kind].graphs == "rebuild":
-            texts.append("other modules or ties")
+            texts.append("its graphs do not know")
+        if self.kind in KINDS and KINDS[self.kind].graphs == "refuse" and runs_as_graphs(case, self.at):
+            texts.append(KINDS[self.kind].refusal)
         if self.kind == "noise" and case.get("Recompute"):
             texts.append("cannot be computed again")
         return "|".join(texts)
@@ -147,16 +149,17 @@ class Between(Feature):
             self.warns(trial, own[0])
 
     def is_refused(self, trial: Any, own: list[Stage], kind: changes.Kind) -> None:
+        """The case ends with the step that is refused: other ranks, of which no argument has changed, have begun it."""
         try:  # where it would be, every rank knows
             kind.change(trial.reference.stages[self.at % trial.case.num_stages], self.rng())()
         except changes.NoPlaceError:
             return
         if trial.case.get("Split"):
             own = [chunk.module for chunk, stage in zip(trial.chunks, trial.stages) if stage in own]
-        put_back = [kind.change(stage, self.rng()) for stage in own]
-        are_refused(trial, f"a graph's stage with {self.kind}", lambda: trial.run(900), kind.refusal)
-        for one in put_back:
-            one()
+        for stage in own:
+            kind.change(stage, self.rng())
+        trial.run(900)
+        raise AssertionError(f"a graph's stage with {self.kind} is not refused")
 
     def warns(self, trial: Any, stage: Stage) -> None:
         """Of the stage's own parameters, which are not trained any more."""
