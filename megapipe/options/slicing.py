@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..plan import RECOMPUTE, Kind
@@ -48,11 +48,10 @@ def sequence_slices(step: Call) -> list[SequenceSlice]:
     """The slices of every sequence.
 
     Raises:
-        ValueError: another argument does not go with slices, or the sequence cannot be cut like that.
+        ValueError: the sequence cannot be cut like that.
     """
     config = step.config
     num_slices, lengths = config.num_sequence_slices, config.sequence_slice_lengths
-    _check_others(step)
     seq_length = step.decoder_seq_length or step.seq_length
     if seq_length is None:
         raise ValueError(f"num_sequence_slices={num_slices} takes seq_length, the length of what is cut: pass it.")
@@ -68,32 +67,6 @@ def sequence_slices(step: Call) -> list[SequenceSlice]:
         )
     starts = itertools.accumulate([0, *lengths])
     return [SequenceSlice(k, num_slices, start, length) for k, (start, length) in enumerate(zip(starts, lengths))]
-
-
-def _check_others(step: Call) -> None:
-    """What does not go with slices."""
-    config = step.config
-    is_captured = any(map(_is_captured, step.models))
-    is_read = all(items is None or hasattr(items, "__next__") for items in step.data_iterators)
-    num_partial = config.num_microbatches_with_partial_activation_checkpoints
-    for name, is_set, remedy in (
-        ("context_parallel_size", config.context_parallel_size > 1, "cut sequences one way only"),
-        ("variable_seq_lengths", config.variable_seq_lengths, "pad sequences to one seq_length"),
-        ("pipeline_inputs", step.pipeline_inputs is not None, "leave it None, for inputs of a slice's length"),
-        ("post_validated_optimizer", config.post_validated_optimizer is not None, "clip before the optimizer's step"),
-        ("num_microbatches_with_partial_activation_checkpoints", num_partial is not None, "leave it None"),
-        ("a captured stage", is_captured, "its graph hands on no state, so do not capture it"),
-        ("a data_iterator without __next__()", not is_read, "pass an iterator, whose items all slices read"),
-    ):
-        if is_set:
-            raise ValueError(
-                f"num_sequence_slices={config.num_sequence_slices} does not go with {name}: {remedy}, or use 1 slice."
-            )
-
-
-def _is_captured(model: nn.Module) -> bool:
-    """Whether a part of it is."""
-    return any(getattr(module, "hands_on_state", True) is False for module in model.modules())
 
 
 class Microbatch:

@@ -22,6 +22,7 @@ from ..gradients import check_added_up
 from ..plan import Placement, Schedule, StageInfo
 from ..stages import Call
 from ..transports import is_capturing
+from .combinations import check_combinations
 from .found_shapes import Specs, boundary_name
 from .shapes import message_specs
 
@@ -143,11 +144,6 @@ def check_call(call: Call, pp_size: int) -> None:
     check_whole_number("num_microbatches", call.num_microbatches, 1)
     if not callable(call.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(call.forward_step_func).__name__}.")
-    if call.collect_non_loss_data and not call.forward_only:
-        raise ValueError(
-            "collect_non_loss_data asks loss_func for other things than a loss, so nothing would be trained: pass "
-            "forward_only=True with it, or leave it out."
-        )
     if call.config.calculate_per_token_loss and not call.forward_only:
         check_added_up(call.models, call.config.finalize_model_grads_func is not None)
     if pp_size > 1 and not call.forward_only and call.config.grad_scale_func is not None:
@@ -155,7 +151,7 @@ def check_call(call: Call, pp_size: int) -> None:
     if pp_size > 1 and not call.forward_only and call.config.post_validated_optimizer is not None:
         _check_rereadable(call)
     if call.device.type != "cpu" and is_capturing(call.device):
-        _check_capture(call, pp_size)
+        check_combinations(call, pp_size)
     if pp_size > 1 and call.config.num_microbatches_with_partial_activation_checkpoints is not None:
         try:
             inspect.signature(call.forward_step_func).bind(None, None, None)
@@ -211,18 +207,6 @@ def _check_rereadable(step: Call) -> None:
                 "with a PostValidatedOptimizer forwards may have to be run again, so data_iterator must be an iterator "
                 f"(or None), whose items can be kept, but it is a {type(iterator).__name__}: pass iter(...) of it."
             )
-
-
-def _check_capture(step: Call, pp_size: int) -> None:
-    """A CUDA graph runs again as it is, without the host."""
-    if pp_size > 1:
-        raise ValueError(
-            f"a step of a pipeline of {pp_size} ranks cannot be captured as a CUDA graph: its replays would wait for "
-            "ever for a rank that is gone. Run it as it is, with stages captured by megapipe.graph.capture."
-        )
-    for name in ("record_timeline", "timers"):
-        if getattr(step.config, name) is not None:
-            raise ValueError(f"config.{name} cannot measure a step that is captured as a CUDA graph: unset it.")
 
 
 Peers = tuple[int | None, int | None]

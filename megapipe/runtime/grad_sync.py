@@ -7,7 +7,6 @@ The names are Megatron's: `no_sync_func` holds synchronisation back, `grad_sync_
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -15,29 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..chunks import wrapped_in
 from ..config import StepConfig
 from ..gradients import add_tokens, take_tokens
 from ..weight_grad import visit_gradient_nodes
-from .plans import PlanKey
-
-
-def check_replicas(models: Sequence[nn.Module], key: PlanKey) -> None:
-    """torch's DistributedDataParallel prepares its reduction in a forward, for the next backward to make.
-
-    Raises:
-        ValueError: a model is wrapped in it, and the plan has anything between a forward and its backward.
-    """
-    for inner in itertools.chain.from_iterable(wrapped_in(model) for model in models):
-        if not isinstance(inner, nn.parallel.DistributedDataParallel) or inner.process_group.size() == 1:
-            continue
-        is_alone = key.pp_size * key.num_chunks == 1
-        if not is_alone or key.plan.splits_backward or key.plan.peak_in_flight(0) > 1:
-            raise ValueError(
-                f"torch's DistributedDataParallel would not reduce the gradients of its {inner.process_group.size()} "
-                "replicas, since this schedule runs other forwards, backwards or weight-gradient passes between a "
-                "forward and its backward: take megapipe.training.GradientReducer or fully_shard instead."
-            )
 
 
 class GradientSync(AbstractContextManager["GradientSync"]):

@@ -55,22 +55,6 @@ class PlanKey(NamedTuple):
         is_plan = self.schedule.sizes is not None
         return {action.kind for row in self.plan.actions for action in row} if is_plan else set()
 
-    def check_settings(self) -> None:
-        """Raises ValueError for settings of a training step that a plan which is run says itself, and does not follow.
-        Where it has Rs, `recompute` says how much they compute again."""
-        if self.schedule.sizes is None:
-            return
-        wanted = {
-            "recompute": self.settings.recomputes and "R" not in self.kinds,
-            "min_pending_weights": self.settings.min_pending_weights > 0,
-            "max_pending_weights": self.settings.max_pending_weights is not None,
-        }
-        for name in (name for name, is_set in wanted.items() if is_set):
-            raise ValueError(
-                f"config.{name} does not change {self.schedule.name}: a plan says itself what is computed again and "
-                f"when Ws run. Unset it, or make the plan with it: make_plan(..., settings=Settings({name}=...))."
-            )
-
 
 @functools.lru_cache(maxsize=16)
 def _record(key: PlanKey) -> Plan:

@@ -21,9 +21,10 @@ from ..p2p_communication import Communicator, Line, Lookahead
 from ..plan import Action, Schedule, ScheduleError
 from ..stages import Call, Extension, Stage, find_delayed
 from .arguments import NO_PEERS, check_arguments, remote_peers, specs_of, to_agree_on
+from .combinations import check_combinations
 from .first_step import FirstStep, end_first_steps, first_steps
 from .found_shapes import Specs, UndescribedMessages
-from .grad_sync import GradientSync, check_replicas
+from .grad_sync import GradientSync
 from .links import lines_of, links_around
 from .monitor import Monitor
 from .pipeline import Pipeline, checkpoint_arguments
@@ -48,6 +49,8 @@ class Situation(NamedTuple):
     forward_only: bool
     sizes: tuple[int | None, ...]
     """What is said of the shapes of messages."""
+    inputs: tuple[Any, ...]
+    """The kinds of what data is read from, and what is passed besides."""
     settings: tuple[Any, ...]
     """The values of all fields of the config, functions and other objects in outline."""
     chunks: tuple[Any, ...]
@@ -60,7 +63,8 @@ def situation_of(schedule: Schedule, call: Call) -> Situation:
     chunks = (MODULES & sys.modules.keys(), *call.structures)
     has_own = call.adjust_tensor_shapes_fn is not None
     sizes = (call.seq_length, call.micro_batch_size, call.decoder_seq_length, has_own)
-    return Situation(schedule, call.forward_only, sizes, tuple(settings), chunks, call.device)
+    inputs = (*map(type, call.data_iterators), call.pipeline_inputs is not None, call.collect_non_loss_data)
+    return Situation(schedule, call.forward_only, sizes, inputs, tuple(settings), chunks, call.device)
 
 
 def _outline(value: Any) -> Any:
@@ -107,7 +111,7 @@ class Runner:
         self.stages = schedule.stages(self.pp_rank, self._pp_size, len(call.models))
         check_arguments(call, self.stages)
         self._kinds: set[str] = set()
-        schedule.check_units(call.num_microbatches, config.num_sequence_slices)
+        self._check(call)
         for extension in self._extensions(config):
             call.slices = extension.slices(call) or call.slices
         self.slices = call.slices
@@ -149,17 +153,19 @@ class Runner:
 
     def _make_of_number(self, call: Call) -> OfNumber:
         schedule, config = self.situation.schedule, call.config
-        schedule.check_units(call.num_microbatches, config.num_sequence_slices)
+        self._check(call)
         sizes = (self._pp_size, call.num_microbatches, len(self.stages))
         key = PlanKey(schedule, *sizes, config.settings, config.num_sequence_slices)
         if (config.max_in_flight, config.recompute, config.offload_activations) != (None, None, None):
             _ = key.plan  # raises where the schedule cannot keep to these
         self._kinds = key.kinds
-        if not call.forward_only:
-            key.check_settings()
-            check_replicas(call.models, key)
         agreed = to_agree_on(schedule.name, call, self.stages, self.specs) | self.undescribed.to_agree_on(self.specs)
         return OfNumber(key, schedule.loops if call.forward_only else key.loops, agreed)
+
+    def _check(self, call: Call) -> None:
+        """Raises ValueError for what does not go together, also with this number of microbatches."""
+        self.situation.schedule.check_units(call.num_microbatches, call.config.num_sequence_slices)
+        check_combinations(call, self._pp_size)
 
     def fits(self, call: Call) -> bool:
         """Whether the messages of this call are those that the runner knows, where models compute their shapes."""

@@ -198,10 +198,14 @@ REFUSED = [
         {},
         "each a multiple of the 2 tensor-parallel ranks",
     ),
-    ({"context_parallel_size": 2}, {}, "does not go with context_parallel_size: cut sequences one way only"),
+    ({"context_parallel_size": 2}, {}, "does not go with context_parallel_size=2: cut sequences one way only"),
     ({"variable_seq_lengths": True}, {}, "does not go with variable_seq_lengths"),
     ({}, {"pipeline_inputs": {}}, "does not go with pipeline_inputs"),
-    ({"num_microbatches_with_partial_activation_checkpoints": 1}, {}, "does not go with num_microbatches_with_partial"),
+    (
+        {"num_microbatches_with_partial_activation_checkpoints": 1},
+        {},
+        "num_sequence_slices=2 does not go with num_microbatches_with_partial",
+    ),
 ]
 
 
@@ -245,10 +249,15 @@ def test_a_captured_stage_is_refused() -> None:
 
 
 def test_data_that_slices_cannot_read_again_is_refused() -> None:
-    """Each slice read another microbatch, where a data_iterator was asked by a method of its own."""
+    """Each slice read another microbatch, where a data_iterator was asked by a method of its own; and again where an
+    earlier step was right, since only the first step was looked at."""
     model = stage_of(StageInfo(0, 1), num_sequence_slices=2)
-    with pytest.raises(ValueError, match="does not go with a data_iterator without __next__"):
-        run("seq1f1b", model, 2, (3, 3), data_iterator=SimpleNamespace(get=lambda: None))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="does not go with a data_iterator without __next__"):
+            run("seq1f1b", model, 2, (3, 3), data_iterator=SimpleNamespace(get=lambda: None))
+        with pytest.raises(ValueError, match="does not go with pipeline_inputs"):
+            run("seq1f1b", model, 2, (3, 3), pipeline_inputs={})
+        run("seq1f1b", model, 2, (3, 3))
 
 
 def test_slices_are_as_equal_as_can_be() -> None:
