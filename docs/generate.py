@@ -1,4 +1,5 @@
-"""Writes docs/schedules.md, its pictures, docs/index.md (from the README) and the settings in docs/reference/config.md.
+"""Writes docs/schedules.md, its pictures, docs/index.md (from the README), the settings in docs/reference/config.md and
+the table in docs/limits.md.
 
 python docs/generate.py [FOLDER]
 """
@@ -16,6 +17,7 @@ import megapipe
 from megapipe.analysis import save_picture
 from megapipe.config import StepConfig
 from megapipe.plan import Plan, find_schedule, make_plan, v_shape
+from megapipe.runtime.combinations import REFUSED, TRAITS
 
 PP_SIZE, NUM_MICROBATCHES, NUM_SLICES = 4, 8, 2
 EXCHANGE = 0.19
@@ -314,6 +316,16 @@ def config_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def limits_page() -> str:
+    """The page with its table of what does not go together."""
+    text = (Path(__file__).parent / "limits.md").read_text()
+    names = {
+        name: f"`{name}`" if name.isidentifier() else name.replace("__next__()", "`__next__()`") for name in TRAITS
+    }
+    rows = [f"| {names[one]} | {names[other]} | {remedy} |\n" for (one, other), remedy in REFUSED.items()]
+    return re.sub(r"(\| remedy \|\n\|---\|---\|---\|\n)(?:\|.*\n)*", lambda head: head[1] + "".join(rows), text)
+
+
 def generate(folder: Path) -> None:
     (folder / "reference").mkdir(parents=True, exist_ok=True)
     (folder / "reference/config.md").write_text(config_page())
@@ -322,6 +334,7 @@ def generate(folder: Path) -> None:
         save_picture(plan, plan.simulate(), folder / f"{name}.svg")
     (folder / "schedules.md").write_text(page())
     (folder / "index.md").write_text(index_page())
+    (folder / "limits.md").write_text(limits_page())
 
 
 if __name__ == "__main__":

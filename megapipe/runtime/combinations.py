@@ -38,13 +38,13 @@ class Facts:
         return self._said[name]
 
     @cached_property
-    def plan(self) -> Plan:
+    def key(self) -> PlanKey:
         sizes = (self.pp_size, self.call.num_microbatches, len(self.call.models))
-        return PlanKey(self.call.schedule, *sizes, self.settings, self.config.num_sequence_slices).plan
+        return PlanKey(self.call.schedule, *sizes, self.settings, self.config.num_sequence_slices)
 
     @property
-    def has_recompute(self) -> bool:
-        return any(action.kind == "R" for row in self.plan.actions for action in row)
+    def plan(self) -> Plan:
+        return self.key.plan
 
     @property
     def modules(self) -> Iterator[nn.Module]:
@@ -76,7 +76,7 @@ TRAITS: dict[str, Callable[[Facts], Any]] = {
     "Ws apart from Bs": lambda of: of.trains and of.plan.splits_backward,
     "other actions between an F and its B": _has_others_between,
     "a plan": lambda of: of.is_plan and of.call.schedule.name,
-    "a plan without R": lambda of: of.is_plan and not of.has_recompute and of.call.schedule.name,
+    "a plan without R": lambda of: of.is_plan and "R" not in of.key.kinds and of.call.schedule.name,
     "a training step": lambda of: of.trains,
     "forward_only": lambda of: of.call.forward_only,
     "collect_non_loss_data": lambda of: of.call.collect_non_loss_data,

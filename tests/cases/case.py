@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from tools.ranks import MAX_RANKS
 
 import megapipe
-from megapipe.plan import find_schedule
+from megapipe.plan import find_schedule, make_plan
+from megapipe.runtime.combinations import REFUSED
 
 from .messages import OF_X
 
@@ -50,6 +52,7 @@ class Feature:
     is_whole = True  # slices compute what whole sequences do
     has_entries = False  # messages hold something of it beside x
     needs_seed = False  # layers draw random numbers, the same ones wherever they run
+    traits: Any = frozenset()  # those of megapipe.runtime.combinations that its calls show
 
     def __init_subclass__(cls) -> None:
         FEATURES.append(cls)
@@ -141,6 +144,31 @@ class Case:
         kind: str = self.of("Message", "kind", "tensor")
         return "dict" if kind in OF_X and self.any("has_entries") else kind
 
+    @property
+    def traits(self) -> set[str]:
+        """What its calls show, by name (megapipe.runtime.combinations.TRAITS)."""
+        sizes = (self.schedule, self.pp, self.m, self.num_chunks, len(self.slice_lengths))
+        return self.options | traits_of_plan(*sizes)
+
+    options = property(lambda self: {name for feature in self.features for name in feature.traits})
+    is_refused = property(lambda self: any(self.options.issuperset(pair) for pair in REFUSED))
+
+
+@cache
+def traits_of_plan(schedule: str, pp: int, m: int, num_chunks: int, num_slices: int) -> set[str]:
+    plan = make_plan(schedule, pp, m, num_chunks, num_slices=num_slices)
+    has_others = pp * num_chunks > 1 or plan.splits_backward or plan.peak_in_flight(0) > 1
+    shown = {
+        "a training step": True,
+        "several pipeline ranks": pp > 1,
+        "several chunks per rank": num_chunks > 1,
+        "a V placement": plan.placement.name == "v",
+        "overlapped pairs": any(plan.program.pairs),
+        "Ws apart from Bs": plan.splits_backward,
+        "other actions between an F and its B": has_others,
+    }
+    return {name for name, is_shown in shown.items() if is_shown}
+
 
 def draw_case(seed: int, number: int) -> Case:
     rng = Random(f"{seed} {number}")
@@ -154,5 +182,6 @@ def draw_case(seed: int, number: int) -> Case:
         rng = Random(f"{seed} {number} {kind.__name__}")  # of its own: one more feature leaves the others as they are
         for _ in range(kind.most):
             if rng.random() < kind.chance and kind.goes(case):
-                case = replace(case, features=(*case.features, kind.draw(rng, case)))
+                more = replace(case, features=(*case.features, kind.draw(rng, case)))
+                case = case if more.is_refused else more
     return case

@@ -24,6 +24,7 @@ import megapipe
 from megapipe import slices, weight_grad
 from megapipe.graph import capture
 from megapipe.plan import Costs, Plan, load_plan, make_plan, place_weights
+from megapipe.runtime.combinations import TRAITS
 
 from .case import SEQUENCE, Case, Feature
 from .messages import OF_ENTRIES, OF_X
@@ -54,6 +55,7 @@ class Slices(Feature):
     cut: int | Sequence[int]
     window: int | None = None
 
+    traits = property(lambda self: {"num_sequence_slices"} if len(self.lengths) > 1 else ())
     chance = 0.9
     goes = staticmethod(lambda case: case.can_cut)
 
@@ -320,9 +322,13 @@ class Double(Feature):
 class Autocast(Feature):
     """Forwards run in bfloat16 where torch says so, losses in float32."""
 
+    traits = frozenset({"enable_autocast"})
     chance = 0.15
     is_whole = False
     goes = staticmethod(lambda case: not (case.get("Double") or {"used twice", "complex"} & case.odd))
+
+    def config(self, config: dict[str, Any]) -> None:
+        config |= {"enable_autocast": True, "autocast_dtype": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -331,6 +337,7 @@ class Frozen(Feature):
 
     of_step: Sequence[Sequence[str]]
 
+    traits = property(lambda self: {"frozen parameters"} if self.of_step[0] else ())
     changes = property(lambda self: len({*self.of_step}) > 1)
 
     @classmethod
@@ -354,6 +361,7 @@ class Forms(Feature):
 
     of_stages: Sequence[str]
 
+    traits = property(lambda self: {"a captured stage"} if "captured" in str(self.of_stages) else ())
     chance = 0.8
 
     @classmethod
@@ -407,15 +415,16 @@ class Delayed(nn.Linear):
 
     def backward_dw(self) -> None:
         x, grad = (part.flatten(0, 1) for part in self.put_off.get_nowait())
+        product = (grad.t() @ x.to(grad.dtype)).to(self.weight.dtype)
         if self.way == "to main_grad":
-            self.weight.main_grad += grad.t() @ x
+            self.weight.main_grad += product
         elif self.way == "added" and self.weight.grad is not None:
-            self.weight.grad += grad.t() @ x
+            self.weight.grad += product
         elif self.way != "kept" or self.weight.grad is None:
-            self.weight.grad = grad.t() @ x
+            self.weight.grad = product
         if hasattr(self, "wgrad_store") and self.bias.grad is None and self.bias.requires_grad:
             assert self.way == "with its bias", "that came with B, as in fp8"
-            self.bias.grad = grad.sum(0)
+            self.bias.grad = grad.sum(0).to(self.bias.dtype)
 
 
 class Used(nn.Module):
@@ -443,6 +452,7 @@ class Delays(Feature):
     "assigned beside main_grad"."""
     how: str = "always"
 
+    traits = frozenset({"layers that put off weight gradients by themselves"})
     chance = 0.0  # of rows only
     tolerance = property(lambda self: 1e-5 if self.how == "twice" else 0.0)
 
@@ -477,11 +487,12 @@ class Shapes(Feature):
     kind: str
     seq_lengths: Sequence[int] | None = None
 
+    traits = property(lambda self: {"variable_seq_lengths"} if self.kind == "described" else ())
     chance = 0.6
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
-        kinds = ["found"] if case.is_cut else ["found", "described"]
+        kinds = ["found", "described"]
         if not case.get("AsPipelineStage") and not case.get("Number") and case.kind != "registered class":
             kinds += ["computed", "config"] if case.kind == "tensor" else ["computed"]
         kind = rng.choice(kinds)
@@ -508,6 +519,8 @@ class NumTokens(Feature):
     tolerance: float = 0.0
     per_token: bool = False
 
+    traits = property(lambda self: {"calculate_per_token_loss"} if self.per_token else ())
+
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
         tolerance = 1e-12 if case.get("Double") else 1e-2 if case.get("Autocast") else 1e-5
@@ -528,6 +541,9 @@ class NumTokens(Feature):
 class Settings(Feature):
     """Fields of the config."""
 
+    traits = property(
+        lambda self: {name for name, value in self.values.items() if name in TRAITS and value is not None}
+    )
     chance = 0.7
 
     def __init__(self, **values: Any) -> None:
@@ -557,11 +573,13 @@ class Recompute(Feature):
 
     what: Any = "all"
 
+    traits = property(lambda self: {"recompute"} if any(self.what or ()) else ())
+
     @staticmethod
     def goes(case: Case) -> Any:
         if case.kind == "registered class":  # what it is registered with is no container's item, and stays written
             return False
-        return not (CANNOT_RUN_TWICE & case.odd or "in segments" in case.forms or "captured" in case.forms)
+        return not (CANNOT_RUN_TWICE & case.odd or "in segments" in case.forms)
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
@@ -577,11 +595,8 @@ class Offload(Feature):
 
     time: float = 1.0
 
+    traits = frozenset({"offload_activations"})
     chance = 0.2
-
-    @staticmethod
-    def goes(case: Case) -> Any:
-        return not case.can_cut and "captured" not in case.forms
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
@@ -597,19 +612,20 @@ class Planned(Feature):
 
     times: Sequence[float]
     file: str = ""
+    recompute: bool = False
+    """It has Rs."""
 
+    traits = property(lambda self: {"a plan"} if self.recompute else {"a plan", "a plan without R"})
     chance = 0.15
-
-    @staticmethod
-    def goes(case: Case) -> Any:
-        return not (case.get("Recompute") or case.get("Offload"))
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
         return cls([round(rng.uniform(0.2, 2.0), 1) for _ in range(3)], rng.choice(["", "plan.json", "plan.csv"]))
 
     def plan(self, case: Case) -> Plan | Path:
-        plan = make_plan(case.schedule, case.pp, case.m, case.num_chunks, num_slices=len(case.slice_lengths))
+        sizes = (case.schedule, case.pp, case.m, case.num_chunks)
+        settings = megapipe.plan.Settings(recompute=self.recompute)
+        plan = make_plan(*sizes, num_slices=len(case.slice_lengths), settings=settings)
         plan = place_weights(plan, Costs(*self.times))
         if not self.file:
             return plan

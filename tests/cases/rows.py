@@ -36,6 +36,7 @@ from .model import (
 )
 from .training import (
     Accumulated,
+    Called,
     Failure,
     Optimizer,
     Recorded,
@@ -296,6 +297,57 @@ OF_CHANGES += [
     if one.graphs == "refuse"
 ]
 
+WAITING = {"min_pending_weights": 1, "max_pending_weights": 2}
+IN_PART = Settings(**WAITING, num_microbatches_with_partial_activation_checkpoints=1)
+PLAN = Planned([1.0, 3.0, 0.5])
+CALLED = [Called("timers"), Called("no_sync_func")]
+TRAINED = [ADAMW, Scaled(), Recorded(), Validated()]
+TOKENS = NumTokens(per_token=True)
+CAPTURED = Forms(["captured"])
+DELAYED = Delays("assigned")
+ROLLED_BACK = Optimizer("post-validated", 5.0)
+FIRST_FROZEN = Frozen([("layers.0.",)])
+
+OF_TRAITS = [  # many at a time: each pair of traits that may go together is in some row (test_combinations.py)
+    Case("zbv", 2, 3, [CAPTURED, TOKENS, IN_PART, *TRAINED, *CALLED], steps=2),
+    Case("dualpipev", 2, 3, [CAPTURED, FIRST_FROZEN, Recompute(), Shapes("described"), Replicas(), CALLED[1]]),
+    Case("zb1p", 2, 3, [CAPTURED, PLAN, Offload()]),
+    Case("1f1b", 2, 3, [CAPTURED, ROLLED_BACK], steps=2),
+    Case("1f1b", 2, 3, [CAPTURED, Autocast()]),
+    Case("dualpipev", 2, 3, [Forms(["in segments deferring"]), TOKENS, IN_PART, *TRAINED, *CALLED]),
+    Case("zbv", 2, 3, [DEFERRING, FIRST_FROZEN, IN_PART, Replicas("fully_shard"), Validated(), *CALLED]),
+    Case("1f1b", 2, 3, [DEFERRING, TOKENS, Replicas("fully_shard"), Called("grad_sync_func"), Offload()]),
+    Case("zb1p", 2, 3, [DEFERRING, PLAN, Replicas("fully_shard"), *CALLED]),
+    Case("dualpipev", 2, 3, [DELAYED, TOKENS, Shapes("described"), IN_PART, Recompute(), *TRAINED, *CALLED], steps=2),
+    Case("1f1b", 2, 3, [DELAYED, Offload(), TOKENS, IN_PART, *CALLED]),
+    Case("zb1p", 2, 3, [DELAYED, PLAN, Replicas(), CALLED[1]]),
+    Case("zb1p", 2, 3, [DELAYED, Autocast(), Replicas("fully_shard")]),
+    Case("seq_zb1p", 2, 3, [Slices([3, 2, 1]), DELAYED, Settings(**WAITING), *CALLED]),
+    Case("1f1b", 2, 3, [DELAYED, ROLLED_BACK, Scaled()], steps=2),
+    Case(
+        "1f1b", 2, 3, [DELAYED, Shapes("described"), IN_PART, Recompute(), Replicas(), ROLLED_BACK, CALLED[1]], steps=2
+    ),
+    Case("zbv", 2, 3, [Autocast(), DEFERRING, TOKENS, IN_PART, ADAMW, Scaled(), *CALLED], steps=2),
+    Case("zbv", 2, 3, [Autocast(), DEFERRING, PLAN, Replicas(), CALLED[1]]),
+    Case("zbv", 2, 3, [Autocast(), DEFERRING, TOKENS, ROLLED_BACK, CALLED[0]], steps=2),
+    Case("1f1b", 2, 3, [Autocast(), DEFERRING, FIRST_FROZEN, Shapes("described"), Offload()]),
+    Case("seq1f1b", 2, 3, [Slices([3, 2, 1]), Autocast()]),
+    Case("seq1f1b", 2, 3, [Slices([3, 2, 1]), FIRST_FROZEN, *TRAINED], steps=2),
+    Case("zb1p", 2, 3, [DEFERRING, Offload(), ROLLED_BACK, Recorded()], steps=2),
+    Case(
+        "dualpipev",
+        2,
+        3,
+        [Autocast(), FIRST_FROZEN, Forms(["in segments deferring"]), Replicas(), *TRAINED, CALLED[0]],
+        steps=2,
+    ),
+    Case("zb1p", 2, 3, [Shapes("described"), DEFERRING, PLAN, Replicas("fully_shard"), ADAMW, Scaled(), Recorded()]),
+    Case("dualpipev", 2, 3, [FIRST_FROZEN, Shapes("described"), PLAN, TOKENS, ROLLED_BACK, Validated()], steps=2),
+    Case("1f1b", 2, 3, [DEFERRING, Planned([1.0, 3.0, 0.5], recompute=True), Recompute()]),
+    Case("1f1b", 2, 5, [DEFERRING, PLAN, Offload(), Settings(num_microbatches_with_partial_activation_checkpoints=1)]),
+    Case("zb1p", 2, 3, [DEFERRING, Recompute(), IN_PART, Offload(), TOKENS, CALLED[1], *TRAINED], steps=2),
+]
+
 
 def draw_pairs(seed: int, tries: int, most_units: int = 16) -> list[Case]:
     """Of so many random cases, small ones that have a pair of features that no case before them has."""
@@ -317,4 +369,5 @@ def is_slow(case: Case) -> bool:
     return is_long or (fails and case.num_ranks > 2) or (fails and case.num_replicas > 1)
 
 
-ROWS = [*OF_SCHEDULES, *OF_FEATURES, *OF_CHANGES, *draw_pairs(1, 1000)]
+WRITTEN = [*OF_SCHEDULES, *OF_FEATURES, *OF_CHANGES, *OF_TRAITS]
+ROWS = [*WRITTEN, *draw_pairs(1, 1000)]

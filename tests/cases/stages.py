@@ -99,7 +99,7 @@ def keywords_of(case: Case, batch: dict[str, Any]) -> dict[str, Any]:
     return keywords | ({"mask": batch["tokens"] % 3} if case.get("Mask") else {})
 
 
-def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module) -> tuple[Any, Any]:
+def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module, in_part: bool = False) -> tuple[Any, Any]:
     batch = next(data_iterator)
     case = batch["case"]
     call = in_segments if "in segments" in case.forms else type(model).__call__

@@ -46,6 +46,7 @@ class Replicas(Feature):
     kind: str = "reducer"
     sizes: Sequence[int] = (2,)
 
+    traits = property(lambda self: {"grad_sync_func" if self.kind == "reducer" else "fully_shard"})
     chance = 0.4
     num_replicas = property(lambda self: math.prod(self.sizes))
     tolerance = property(lambda self: 1e-6 if self.num_replicas > 2 else 0.0)  # the sum of more depends on their order
@@ -183,6 +184,7 @@ class Optimizer(Feature):
     max_norm: float | None = None
     accidents: Sequence[float | str] = (1.0,)
 
+    traits = property(lambda self: {"post_validated_optimizer"} if self.kind == "post-validated" else ())
     chance = 0.5
 
     @staticmethod
@@ -192,7 +194,7 @@ class Optimizer(Feature):
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
-        kinds = ["adamw"] if case.is_cut else ["adamw", "post-validated"]
+        kinds = ["adamw", "post-validated"]
         if case.num_replicas == 1:
             kinds.append("muon")
         max_norm = None if case.get("Double") else rng.choice([0.5, 5.0, None])  # float64 shows the order
@@ -239,6 +241,7 @@ class Optimizer(Feature):
 class Scaled(Feature):
     """The loss, by a power of 2 that is halved where gradients are no numbers."""
 
+    traits = frozenset({"grad_scale_func"})
     tolerance = 1e-30  # of numbers that are next to none
     goes = staticmethod(lambda case: case.of("Optimizer", "kind", "") == "adamw")
 
@@ -253,6 +256,8 @@ class Recorded(Feature):
     """A timeline of the last steps has what their plan has."""
 
     memory: bool = False
+
+    traits = frozenset({"record_timeline"})
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
@@ -310,8 +315,42 @@ class Accumulated(Feature):
 class Validated(Feature):
     """Forwards alone before each step."""
 
+    traits = frozenset({"forward_only"})
+
     def before(self, trial: Any, step: int) -> None:
         trial.compare_losses(500 + step, forward_only=True)
+
+
+@dataclass(frozen=True)
+class Called(Feature):
+    """A function of the config, which returns what is begun and ended in turns."""
+
+    kind: str
+
+    traits = property(lambda self: {self.kind})
+    goes = staticmethod(lambda case: not case.get("AsPipelineStage"))  # these are no fields of megapipe's own config
+
+    @classmethod
+    def draw(cls, rng: Random, case: Case) -> Feature:
+        own = [] if case.of("Replicas", "kind", "") == "reducer" else ["grad_sync_func"]
+        return cls(rng.choice(["no_sync_func", "timers", *own]))
+
+    def made(self, trial: Any) -> None:
+        self.log(trial).clear()
+        trial.configure(**{self.kind: lambda *_, **__: self.around(trial)})
+
+    def log(self, trial: Any) -> list[str]:
+        log: list[str] = trial.kept.setdefault(self.kind, [])
+        return log
+
+    def around(self, trial: Any) -> Any:
+        begin, end = (lambda *_, name=name, **__: self.log(trial).append(name) for name in ("begin", "end"))
+        if self.kind == "grad_sync_func":  # which returns nothing
+            begin(), end()
+        return type("Around", (), {"start": begin, "stop": end, "__enter__": begin, "__exit__": end})()
+
+    def trained(self, trial: Any, step: int) -> None:
+        assert self.log(trial).count("begin") == self.log(trial).count("end") > 0
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import megapipe
 from megapipe import parallel_state, stages_for_rank
 from megapipe.failures import collective
+from megapipe.runtime import combinations, runner
 
 from .case import Case
 from .stages import Stage, Unpartitioned, data_of, forward_step
@@ -155,6 +156,14 @@ class Trial:
         wrong = [f"{what} {name}: {text}" for name, one, want in whole if (text := difference(one, want, limit))]
         self.agree("\n".join(wrong))
 
+    def check_traits(self, shown: set[str]) -> None:
+        """Some rank's calls have shown each trait of the case. What cannot be known of a plan beforehand is none."""
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        with collective("the traits"):
+            dist.all_gather_object(of_ranks, shown)
+        missing = self.case.traits - set().union(*of_ranks)
+        assert not missing, f"no call has shown: {', '.join(sorted(missing))}"
+
     def agree(self, wrong: str = "") -> None:
         """Every rank raises where one has found something wrong, so that none waits for another."""
         texts = [""] * dist.get_world_size()
@@ -162,6 +171,19 @@ class Trial:
             dist.all_gather_object(texts, wrong)
         if any(texts):
             raise AssertionError(wrong or "another rank is wrong")
+
+
+def show_traits(patch: pytest.MonkeyPatch) -> set[str]:
+    """Those of all calls from now on."""
+    shown: set[str] = set()
+
+    def check(call: Any, pp_size: int) -> None:
+        combinations.check_combinations(call, pp_size)
+        facts = combinations.Facts(call, pp_size)
+        shown.update(name for name in combinations.TRAITS if facts.say(name))
+
+    patch.setattr(runner, "check_combinations", check)
+    return shown
 
 
 def use_mesh(sizes: Sequence[int]) -> None:
@@ -188,9 +210,11 @@ def try_case(rank: int, case: Case) -> str:
     with pytest.MonkeyPatch.context() as patch:
         # Beside other work, news may take its time. Of a process that was killed there are none.
         patch.setattr(megapipe.failures.TIMING, "for_others", 5.0 if case.kills else 20.0)
+        shown = show_traits(patch)
         try:
             trial = Trial(case, rank)
             trial.train()
+            trial.check_traits(shown)
         except Exception as error:
             if not case.refusal or not re.search(case.refusal, str(error)):
                 raise

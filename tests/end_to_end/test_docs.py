@@ -27,6 +27,7 @@ def test_the_page_is_up_to_date(docs: dict[str, Any]) -> None:
     assert docs["page"]() == (DOCS / "schedules.md").read_text(), "run `make docs`"
     assert docs["index_page"]() == (DOCS / "index.md").read_text(), "run `make docs`"
     assert docs["config_page"]() == (DOCS / "reference/config.md").read_text(), "run `make docs`"
+    assert docs["limits_page"]() == (DOCS / "limits.md").read_text(), "run `make docs`"
     assert sorted(path.stem for path in DOCS.glob("*.svg")) == sorted(megapipe.schedule_names()), "run `make docs`"
 
 
