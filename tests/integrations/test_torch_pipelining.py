@@ -423,6 +423,29 @@ def test_fully_shard_at_its_default(rank: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@against_torch
+@needs_fsdp_on_cpu
+@on_ranks(4)
+def test_adopted_between_steps(rank: int) -> None:
+    """torch's step leaves sharded modules told not to reduce their gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipe, (x, y) = Pipe("Schedule1F1B", sharded(mesh, None), mesh.get_group("pp")), data()
+    schedule = pipe.schedule(theirs.Schedule1F1B)
+    gradients = []
+    for batch in (x, x + mesh["dp"].get_local_rank()):
+        for module in pipe.modules:
+            module.zero_grad()
+        pipe.step(schedule, batch, y)
+        gradients.append(pipe.gradients())
+        adopt(schedule)
+    for module in pipe.modules:
+        module.zero_grad()
+    pipe.step(pipe.schedule(theirs.Schedule1F1B), x + mesh["dp"].get_local_rank(), y)
+    expected = [one.full_tensor() for one in pipe.gradients()]  # type: ignore[union-attr]
+    found = [one.full_tensor() for one in gradients[1]]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 WRONG = {(2, 13), (2, 15)}
 """Versions of torch whose split backward was seen to lose gradients, without an error."""
 
