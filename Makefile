@@ -24,7 +24,7 @@ TORCHRUN := $(RUN) -m torch.distributed.run
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu test-models test-megatron test-nodes wheel fuzz soak lint docs site bench \
+.PHONY: help pretrain generate test test-gpu test-models test-megatron test-torchtitan test-nodes wheel fuzz soak lint docs site bench \
 	bench-all bench-peers bench-packages bench-gpu format clean
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "                with SYSTEM_PYTHON=python3, as all else, by that Python and its torch: nothing is installed"
 	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs peft and others)"
 	@echo "make test-megatron  run Megatron's tests of its schedules, on ours; MEGATRON=... is a checkout of Megatron-LM (a minute)"
+	@echo "make test-torchtitan  run the trainers of torchtitan and NeMo Automodel by torch's schedules and by ours (five minutes)"
 	@echo "make test-nodes  run the example on two nodes of a network of its own, with faults (as root; ten minutes)"
 	@echo "make wheel      build the wheel and the sdist, and try the wheel where nothing else is installed"
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
@@ -100,6 +101,16 @@ test-megatron: $(if $(CHECKOUT),$(INSTALLED))
 	$(if $(wildcard $(MEGATRON)/megatron/core/transformer/moe/paged_stash.py),$(VENV)/bin/pip install --quiet \
 		--disable-pip-version-check triton)
 	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc-per-node 8 tests/integrations/megatron_own.py $(MEGATRON)
+
+# Into an environment of its own, with what of their requirements a step on the CPU imports.
+TITAN := .venv-torchtitan
+test-torchtitan: constraints.txt
+	$(PYTHON) -m venv $(TITAN)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(TITAN)/constraints.txt
+	$(TITAN)/bin/pip install --quiet --disable-pip-version-check --constraint $(TITAN)/constraints.txt --editable . transformers einops tyro
+	$(TITAN)/bin/pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0 nemo-automodel==0.7.0 spmd_types==0.2.3 \
+		torch_checkpointing torchdata
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TITAN)/bin/python tests/integrations/trainers_of_torch.py
 
 # Its table goes into docs/reliability.md.
 test-nodes: $(INSTALLED)

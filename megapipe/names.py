@@ -72,7 +72,7 @@ NAMES: dict[str, dict[str, str]] = {
         "plan": "Plan plan_of",
         "planned": "loops_of",
         "recorder": "ChannelName Event record",
-        "registry": "Schedule nearest register schedule_names",
+        "registry": "ELSEWHERE Schedule nearest register schedule_names",
         "residency": "gathered_chunks",
         "simulation": "Costs Simulation Span play simulate",
         "verbs": "Action ScheduleError Settings Verbs actions_of unit_in_words",

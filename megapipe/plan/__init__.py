@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .plan import Plan, plan_of
     from .planned import loops_of
     from .recorder import ChannelName, Event, record
-    from .registry import Schedule, nearest, register, schedule_names
+    from .registry import ELSEWHERE, Schedule, nearest, register, schedule_names
     from .residency import gathered_chunks
     from .simulation import Costs, Simulation, Span, play, simulate
     from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words

@@ -8,7 +8,10 @@ import sys
 import warnings
 from pathlib import Path
 
-NOT_THE_CALLERS = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
+import torch
+
+_TORCHS_PIPELINING = f"{Path(torch.__file__).parent / 'distributed' / 'pipelining'}{os.sep}"
+NOT_THE_CALLERS = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__, _TORCHS_PIPELINING)
 """Files that lie between a warning and the line that called the step."""
 
 

@@ -30,7 +30,11 @@ MOST_THREADS = 150  # of a rank: pipelines that have failed are not freed
 ENDS_WITHIN = 20  # seconds: threads of gloo end a moment after their process groups
 # torch.optim and torch.manual_seed import torch's compiler. megapipe itself comes from wherever the tests find it.
 IMPORTED_ONCE = ["pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint"]
-IMPORTED_WHERE_TESTED = {"transformers": "transformers.modeling_utils", "test_megatron": "megatron.core"}
+IMPORTED_WHERE_TESTED = {
+    "transformers": "transformers.modeling_utils",
+    "test_megatron": "megatron.core",
+    "test_torch_pipelining": "torch.distributed.pipelining",
+}
 """By what tells that some of the tests at hand use it: a package, or the file of the tests."""
 
 
