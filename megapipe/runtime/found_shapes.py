@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import ref
 
-from ..chunks import unwrap
+from torch import nn
+
+from ..chunks import wrapped_in
 from ..messages import MessageSpec
 from ..plan import StageInfo
 from ..stages import Call
@@ -67,7 +69,7 @@ class UndescribedMessages:
         self._forward_only = call.forward_only
         situation = (ref(session), call.forward_only, *self._sizes, *(part.length for part in call.slices))
         self._found: dict[int, dict[object, Different]] = {
-            chunk: kept_for(unwrap(call.models[chunk])).setdefault(UndescribedMessages, {}) for chunk in peers
+            chunk: kept_for(_stage_in(call.models[chunk])).setdefault(UndescribedMessages, {}) for chunk in peers
         }
         self._keys = {
             chunk: [(stages[chunk], side, peer, situation) for side, peer in zip(Seen._fields, around)]
@@ -119,6 +121,12 @@ class UndescribedMessages:
                 if peer is not None and spec is None:
                     arguments[boundary_name(boundary)] = "described by a header, as in the first step of a new chunk"
         return arguments
+
+
+def _stage_in(chunk: nn.Module) -> nn.Module:
+    """The module that takes the messages: a chunk may be wrapped on one rank only, of which the peer does not know."""
+    inner = [one for one in wrapped_in(chunk) if hasattr(type(one), "set_input_tensor")]
+    return inner[-1] if inner else chunk
 
 
 def boundary_name(index: int) -> str:

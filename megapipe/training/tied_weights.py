@@ -178,7 +178,12 @@ class TiedWeights:
         num_own = sum(gradient_of(name, parameter) is not None for parameter, name in trained.items())
         device = local(copies[0]).device
         numbers = [DTYPES.index(parameter.dtype) for parameter in copies]
-        sums = (len(copies) - len(trained), num_own, sum(numbers), sum(number * number for number in numbers))
+        sums = (
+            sum(not is_trained for is_trained, _ in own),
+            num_own,
+            sum(numbers),
+            sum(number * number for number in numbers),
+        )
         counts = torch.cat([torch.full((1,), float(one), device=device) for one in sums])
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)

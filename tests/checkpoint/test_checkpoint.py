@@ -395,7 +395,7 @@ def test_a_closed_checkpointer_leaves_nothing_behind(rank: int, tmp_path: Path) 
         assert step in checkpoints_in(tmp_path), "it waits"
         checkpointer.close()
         counted.append(threads_and_files())
-    assert counted[1:] == counted[:1] * 2
+    assert all(now <= before for later in counted[1:] for now, before in zip(later, counted[0]))
     for call in (checkpointer.load, lambda: checkpointer.save(4), lambda: checkpointer.check_can_save(4)):
         assert error_of(call).startswith("ValueError: this Checkpointer is closed: make another one")
     failing = Checkpointer(tmp_path, layer, asynchronous=True)
@@ -405,7 +405,7 @@ def test_a_closed_checkpointer_leaves_nothing_behind(rank: int, tmp_path: Path) 
     assert re.match(r"RuntimeError: saving to .* failed on rank 0 \(.*No space left", error), error
     failing.close()
     del failing
-    assert threads_and_files() == counted[0]
+    assert all(now <= before for now, before in zip(threads_and_files(), counted[0]))
 
 
 @on_ranks(2)

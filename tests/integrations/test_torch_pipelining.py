@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining.schedules as theirs
 from tools.failing import heard
-from tools.marks import needs_fsdp_on_cpu
 from tools.ranks import on_ranks, start_again
 from tools.torchs import OF_ONE_CHUNK, V_SHAPED
 from torch import Tensor, nn
@@ -414,7 +413,6 @@ def gradients_of_sharded(cls: Any, reshard_after_forward: bool | None, mesh: Any
     return found, gradients_of_one_process(pipe, 4, x, y, Blocks)
 
 
-@needs_fsdp_on_cpu
 @on_ranks(4)
 def test_fully_shard_at_its_default(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -424,7 +422,6 @@ def test_fully_shard_at_its_default(rank: int) -> None:
 
 
 @against_torch
-@needs_fsdp_on_cpu
 @on_ranks(4)
 def test_adopted_between_steps(rank: int) -> None:
     """torch's step leaves sharded modules told not to reduce their gradients."""
@@ -456,7 +453,6 @@ def is_close(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.skipif(TORCH not in WRONG, reason="not looked at")
-@needs_fsdp_on_cpu
 @on_ranks(2)
 def test_torchs_own_split_backward_is_wrong(rank: int) -> None:
     """Where this fails, torch has mended it: docs/comparison.md says since which version, and WRONG lacks that."""
