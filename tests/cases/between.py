@@ -202,6 +202,8 @@ def goes(name: str, case: Case) -> bool:
     if name in CALLS:
         return bool(GOES[name](case))
     kind, is_captured = KINDS[name], "captured" in case.forms
+    if kind.is_new and case.get("Autocast"):
+        return False  # a stage that ends in another layer may return another dtype
     if is_captured and (kind.is_seeded or (name.endswith((" removed", " detached")) and not kind.is_new)):
         return False
     if "stage" in name and "frozen" in name and case.num_stages == 1:

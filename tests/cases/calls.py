@@ -240,13 +240,18 @@ def can_be_refused(case: Case) -> bool:
 def set_wrongly(trial: Any, own: Any) -> None:
     """In a new list, which is refused; or in the caller's own list of a setting, which the config does not keep."""
     values: list[Any] = ["all" if Recompute.goes(trial.case) else None, *[None] * (trial.case.num_stages - 1)]
-    if own.seed % 2:
+
+    def run() -> None:
+        trial.configure(recompute=values)
+        trial.run(900)  # which reads a config that is any object
+
+    if own.seed % 2 and isinstance(getattr(trial.chunks[0], "config", None), PipelineConfig):
         trial.configure(recompute=values)
         values[0] = "al"
         trial.kept.setdefault("afterwards", []).append(lambda: trial.configure(recompute=None))
     else:
         values[0] = "al"
-        are_refused(trial, "config.recompute[0] = 'al'", lambda: trial.configure(recompute=values), "recompute")
+        are_refused(trial, "config.recompute[0] = 'al'", run, "recompute")
         trial.configure(recompute=None)
 
 

@@ -398,7 +398,7 @@ for name, register in HOOKS.items():
 @kind("hook of a parameter", graphs="follow")
 def hook_of_parameter(stage: Stage, rng: Random) -> None:
     weight = module_of(stage, rng).weight
-    if weight.requires_grad:
+    if weight.requires_grad and weight.is_leaf:
         weight.register_hook(lambda grad: 0.5 * grad)
 
 
@@ -410,7 +410,7 @@ def scale_gradient(parameter: Tensor) -> None:
 @kind("hook behind an accumulation", graphs="follow", is_whole=False)
 def hook_behind_accumulation(stage: Stage, rng: Random) -> None:
     weight = module_of(stage, rng).weight
-    if weight.requires_grad:
+    if weight.requires_grad and weight.is_leaf:
         weight.register_post_accumulate_grad_hook(scale_gradient)
 
 

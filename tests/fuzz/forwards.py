@@ -349,6 +349,8 @@ def judge(forward: Forward) -> str:
     is_coarse = rounds and re.search(ROUNDED_OTHERWISE, lines) is not None
     wrong = []
     for name in wanted:
+        if "split" in forward.way and name.startswith("gradient") and wanted[name] == [None]:
+            wanted[name] = [one if one is not None and not one.any() else None for one in found.get(name) or [None]][:1]
         limits = (0.0, 0.0) if is_exact and not (rounds and name == "evaluation") else (1e-4, 1e-6)
         wrong.append(differ(name, found.get(name), wanted[name], *((1e-2, 1e-3) if is_coarse else limits)))
     return "\n".join(filter(None, wrong)) or "right"
