@@ -162,7 +162,7 @@ def traits_of_plan(schedule: str, pp: int, m: int, num_chunks: int, num_slices: 
         "a training step": True,
         "several pipeline ranks": pp > 1,
         "several chunks per rank": num_chunks > 1,
-        "a V placement": plan.placement.name == "v",
+        "a V placement": plan.placement.name == "v" and pp > 1,  # a file of one rank says nothing of it
         "overlapped pairs": any(plan.program.pairs),
         "Ws apart from Bs": plan.splits_backward,
         "other actions between an F and its B": has_others,
