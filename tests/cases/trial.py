@@ -122,9 +122,15 @@ class Trial:
 
     def expect_zeros(self) -> None:
         """A stage that gives the one before it no gradient sends zeros."""
-        for _, parameter, want in self.parameters():
-            if want.grad is None and parameter.grad is not None and not parameter.grad.any():
-                want.grad = torch.zeros_like(want)
+        own = [
+            name for name, p, want in self.parameters() if want.grad is None and p.grad is not None and not p.grad.any()
+        ]
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, own)  # the reference is trained as a whole on every rank
+        for stage in self.reference.stages:
+            for name, want in stage.named_parameters():
+                if want.grad is None and any(f"{name} of stage {stage.info.index}" in names for names in everywhere):
+                    want.grad = torch.zeros_like(want)
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
         for chunk in self.chunks:
