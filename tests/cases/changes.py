@@ -342,7 +342,7 @@ def tie_later(stage: Stage, rng: Random) -> None:
 @kind("parameters untied", prepare=tie, is_new=True)
 def untie(stage: Stage, rng: Random) -> None:
     for block in [module for module in stage.layers.modules() if isinstance(module, Block)]:
-        if block.down.bias is block.norm.bias:
+        if getattr(block.down, "bias", None) is block.norm.bias:  # an adapter has none
             block.down.bias = nn.Parameter(block.norm.bias.detach().clone())
 
 
@@ -353,7 +353,8 @@ def modules_with_weights(stage: Stage, rng: Random) -> nn.Module:
 @kind("parametrized", is_new=True)
 def parametrized(stage: Stage, rng: Random) -> None:
     module = modules_with_weights(stage, rng)
-    if isinstance(getattr(module, "weight", None), Tensor):
+    has_weight = isinstance(getattr(module, "weight", None), Tensor)
+    if has_weight and not parametrize.is_parametrized(module):  # torch's weight_norm fails upon another
         parametrizations.weight_norm(module)
 
 

@@ -320,12 +320,15 @@ class Double(Feature):
 
 @dataclass(frozen=True)
 class Autocast(Feature):
-    """Forwards run in bfloat16 where torch says so, losses in float32."""
+    """Forwards run in bfloat16 where torch says so, losses in float32. How a product rounds there depends on strides, which
+    messages do not keep."""
 
     traits = frozenset({"enable_autocast"})
     chance = 0.15
     is_whole = False
-    goes = staticmethod(lambda case: not (case.get("Double") or {"used twice", "complex"} & case.odd))
+    goes = staticmethod(
+        lambda case: not (case.get("Double") or {"used twice", "complex", "strided"} & {*case.odd, case.kind})
+    )
 
     def config(self, config: dict[str, Any]) -> None:
         config |= {"enable_autocast": True, "autocast_dtype": torch.bfloat16}

@@ -213,7 +213,7 @@ class Optimizer(Feature):
 
     def spoil(self, stages: list[Any], step: int) -> None:
         for parameter in (p for stage in stages if stage.info.is_first for p in stage.layers.parameters()):
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter.grad.any():  # zeros, which the reference may not have, stay
                 parameter.grad *= float(self.accidents[step % len(self.accidents)])
 
     def after(self, trial: Any, step: int) -> None:

@@ -29,7 +29,7 @@ B, T, D = 3, 4, 8
 WAYS = ["split zbv", "split no_pipelining", "R gpipe", "O gpipe", "W zb1p", "R and W zb1p"]
 WAYS += ["captured 1f1b", "captured zb1p", "captured recomputed 1f1b"]
 REFUSED_AT_WORK = "cannot be computed again|modified by an inplace operation|don't yet support saved tensor hooks"
-SUMMED_OTHERWISE = r"linear\(|LSTM|GRU|MultiheadAttention"
+SUMMED_OTHERWISE = r"linear\(|LSTM|GRU|MultiheadAttention|Scale"
 """Lines of weights whose gradients have several summands (also of nothing: copies of tied weights have zeros then),
 which a graph has in operators of their own, or where strided gradients may cross stages, as contiguous ones."""
 ROUNDED_OTHERWISE = r"F\.unfold.*bfloat16"
