@@ -148,8 +148,6 @@ def check_call(call: Call, pp_size: int) -> None:
         check_added_up(call.models, call.config.finalize_model_grads_func is not None)
     if pp_size > 1 and not call.forward_only and call.config.grad_scale_func is not None:
         _check_scaler(call.config.grad_scale_func)
-    if pp_size > 1 and not call.forward_only and call.config.post_validated_optimizer is not None:
-        _check_rereadable(call)
     if call.device.type != "cpu" and is_capturing(call.device):
         check_combinations(call, pp_size)
     if pp_size > 1 and call.config.num_microbatches_with_partial_activation_checkpoints is not None:
@@ -198,15 +196,6 @@ def _check_scaler(grad_scale_func: Callable[..., Any]) -> None:
             f"config.grad_scale_func is that of torch's {type(scaler).__name__}, which skips a step only on the rank "
             "that finds an Inf, and knows no scale on ranks without the loss: take a megapipe.PipelinedGradScaler."
         )
-
-
-def _check_rereadable(step: Call) -> None:
-    for iterator in step.data_iterators:
-        if iterator is not None and not hasattr(iterator, "__next__"):
-            raise TypeError(
-                "with a PostValidatedOptimizer forwards may have to be run again, so data_iterator must be an iterator "
-                f"(or None), whose items can be kept, but it is a {type(iterator).__name__}: pass iter(...) of it."
-            )
 
 
 Peers = tuple[int | None, int | None]

@@ -133,6 +133,9 @@ REFUSED: dict[tuple[str, str], str] = {
     ("num_sequence_slices", "offload_activations"): (
         "each slice is needed by those after it, so leave activations where they are, or use 1 slice"
     ),
+    ("post_validated_optimizer", "a data_iterator without __next__()"): (
+        "forwards may have to be run again, so pass an iterator, whose items can be kept: iter(...) of it"
+    ),
     ("recompute", "a plan without R"): _MADE_WITH_IT.format("recompute"),
     ("min_pending_weights", "a plan"): _MADE_WITH_IT.format("min_pending_weights"),
     ("max_pending_weights", "a plan"): _MADE_WITH_IT.format("max_pending_weights"),

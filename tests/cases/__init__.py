@@ -9,6 +9,7 @@ numbers is a row of `rows.py`; `make fuzz` draws others. What prints as `Case(..
 
 from .between import *  # noqa: F403
 from .case import FEATURES, Case, Feature, draw_case
+from .given import *  # noqa: F403
 from .model import *  # noqa: F403
 from .training import *  # noqa: F403
 from .trial import run_case, run_rows

@@ -38,6 +38,7 @@ class Feature:
     In the pipeline alone, where a trial is the case on one rank:
 
         config(config), chunk(chunk, stage)      returns what a chunk is wrapped in
+        arguments(arguments)                     returns those of a call
         made(trial)                              also when its parameters are others
         before(trial, step)
         midway(trial, step)                      between two calls whose gradients add up

@@ -320,8 +320,8 @@ class Double(Feature):
 
 @dataclass(frozen=True)
 class Autocast(Feature):
-    """Forwards run in bfloat16 where torch says so, losses in float32. How a product rounds there depends on strides, which
-    messages do not keep."""
+    """Forwards run in bfloat16 where torch says so, losses in float32. How a product rounds there depends on strides,
+    which messages do not keep."""
 
     traits = frozenset({"enable_autocast"})
     chance = 0.15

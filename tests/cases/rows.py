@@ -12,6 +12,7 @@ from .between import Between, goes
 from .calls import CALLS
 from .case import SCHEDULES, Case, draw_case
 from .changes import KINDS
+from .given import Called, Given
 from .model import (
     AsPipelineStage,
     Autocast,
@@ -36,7 +37,6 @@ from .model import (
 )
 from .training import (
     Accumulated,
-    Called,
     Failure,
     Optimizer,
     Recorded,
@@ -347,6 +347,17 @@ OF_TRAITS = [  # many at a time: each pair of traits that may go together is in 
     Case("1f1b", 2, 5, [DEFERRING, PLAN, Offload(), Settings(num_microbatches_with_partial_activation_checkpoints=1)]),
     Case("zb1p", 2, 3, [DEFERRING, Recompute(), IN_PART, Offload(), TOKENS, CALLED[1], *TRAINED], steps=2),
 ]
+
+
+def with_given(row: Case) -> Case:
+    """With all that it may be given."""
+    for kind in Given.kinds(row):
+        more = replace(row, features=[*row.features, Given(kind)])
+        row = row if more.is_refused else more
+    return row
+
+
+OF_TRAITS = [with_given(row) for row in OF_TRAITS]
 
 
 def draw_pairs(seed: int, tries: int, most_units: int = 16) -> list[Case]:

@@ -94,18 +94,30 @@ def data_of(case: Case, seed: int, replica: int = 0) -> Iterator[dict[str, Any]]
         yield batch | {"case": case}
 
 
+class Source:
+    """Microbatches, in a class of one's own."""
+
+    def __init__(self, iterator: Iterator[dict[str, Any]]) -> None:
+        self.take = iterator.__next__
+
+
 def keywords_of(case: Case, batch: dict[str, Any]) -> dict[str, Any]:
     keywords = {"seed": batch["seed"]} if case.any("needs_seed") else {}
     return keywords | ({"mask": batch["tokens"] % 3} if case.get("Mask") else {})
 
 
 def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module, in_part: bool = False) -> tuple[Any, Any]:
-    batch = next(data_iterator)
+    batch = data_iterator.take() if isinstance(data_iterator, Source) else next(data_iterator)
     case = batch["case"]
     call = in_segments if "in segments" in case.forms else type(model).__call__
     with case.autocast():
         output = call(model, batch["tokens"], **keywords_of(case, batch))
-    return output, lambda out: loss_and_report(case, out, batch)
+
+    def loss_func(output: Any, non_loss_data: bool = False) -> Any:
+        returned = loss_and_report(case, output, batch)
+        return {"data": returned[-1]["loss"]} if non_loss_data else returned
+
+    return output, loss_func
 
 
 def loss_and_report(case: Case, output: Any, batch: dict[str, Any]) -> tuple[Any, ...]:
@@ -165,6 +177,8 @@ class Unpartitioned:
             return loss, report["loss"]
         if num_tokens:
             loss = loss / batch["labels"].numel()  # also of slices: those of the whole sequence
+        elif "context_parallel_size" in self.case.options:
+            loss = loss * 2  # as Megatron does, whose replicas then average over its ranks
         return loss / self.case.m, report["loss"]
 
     def run_by_slices(self, batch: dict[str, Any], forward_only: bool) -> Tensor:

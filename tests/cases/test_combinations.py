@@ -24,14 +24,7 @@ UNTRIED = [
     {"num_sequence_slices", "overlapped pairs"},
     {"a captured stage", "layers that put off weight gradients by themselves"},
 ]
-IN_NO_ROW = {
-    "context_parallel_size",
-    "pipeline_inputs",
-    "collect_non_loss_data",
-    "torch's DistributedDataParallel",
-    "a data_iterator without __next__()",
-    "a CUDA graph of the whole step",
-}
+IN_NO_ROW = {"torch's DistributedDataParallel", "a CUDA graph of the whole step"}
 IMPLIED = {"a plan without R": {"a plan without R", "a plan"}}
 
 
@@ -45,6 +38,7 @@ def test_every_pair_is_refused_or_tried() -> None:
     right = [row for row in WRITTEN if not row.refusal]  # others may be refused
     tried = {frozenset(pair) for row in right for pair in combinations(row.traits, 2)}
     assert {name for pair in tried for name in pair} == TRAITS.keys() - IN_NO_ROW
+    tried -= {frozenset(["a training step", "collect_non_loss_data"])}  # of calls that take turns
     assert [pair for pair in tried if is_refused(*pair)] == []
     left = [pair for pair in map(set, combinations(TRAITS, 2)) if pair not in tried and not is_refused(*pair)]
     assert [pair for pair in left if pair not in UNTRIED and not pair & IN_NO_ROW] == []

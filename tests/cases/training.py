@@ -322,38 +322,6 @@ class Validated(Feature):
 
 
 @dataclass(frozen=True)
-class Called(Feature):
-    """A function of the config, which returns what is begun and ended in turns."""
-
-    kind: str
-
-    traits = property(lambda self: {self.kind})
-    goes = staticmethod(lambda case: not case.get("AsPipelineStage"))  # these are no fields of megapipe's own config
-
-    @classmethod
-    def draw(cls, rng: Random, case: Case) -> Feature:
-        own = [] if case.of("Replicas", "kind", "") == "reducer" else ["grad_sync_func"]
-        return cls(rng.choice(["no_sync_func", "timers", *own]))
-
-    def made(self, trial: Any) -> None:
-        self.log(trial).clear()
-        trial.configure(**{self.kind: lambda *_, **__: self.around(trial)})
-
-    def log(self, trial: Any) -> list[str]:
-        log: list[str] = trial.kept.setdefault(self.kind, [])
-        return log
-
-    def around(self, trial: Any) -> Any:
-        begin, end = (lambda *_, name=name, **__: self.log(trial).append(name) for name in ("begin", "end"))
-        if self.kind == "grad_sync_func":  # which returns nothing
-            begin(), end()
-        return type("Around", (), {"start": begin, "stop": end, "__enter__": begin, "__exit__": end})()
-
-    def trained(self, trial: Any, step: int) -> None:
-        assert self.log(trial).count("begin") == self.log(trial).count("end") > 0
-
-
-@dataclass(frozen=True)
 class WarmUp(Feature):
     """Before one of the steps, of which nothing may remain."""
 

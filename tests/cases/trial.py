@@ -94,7 +94,7 @@ class Trial:
             "micro_batch_size": BATCH,
             "forward_only": forward_only,
         }
-        return self.function(**{**arguments, **others})
+        return self.function(**self.case.fold("arguments", {**arguments, **others}))
 
     def train(self, first_seed: int = 0) -> None:
         for step in range(self.case.steps):
@@ -143,8 +143,10 @@ class Trial:
             for name, parameter in stage.named_parameters():
                 yield f"{name} of stage {stage.info.index}", parameter, wanted[name]
 
-    def compare_losses(self, seed: int, forward_only: bool = False) -> None:
-        found: list[Any] = [report["loss"] for report in self.run(seed, forward_only)]
+    def compare_losses(self, seed: int, forward_only: bool = False, **others: Any) -> None:
+        name = "data" if others else "loss"
+        reports = [one if isinstance(one, list) else [one] for one in self.run(seed, forward_only, **others)]
+        found: list[Any] = [sum([one[name] for one in slices[1:]], slices[0][name]) for slices in reports]
         with torch.set_grad_enabled(not forward_only):
             wanted: list[Any] = self.reference.step(seed, self.replica, forward_only)
         as_by_megatron = self.case.get("TiedByMegatron") and self.rank == self.case.pp - 1  # which reads them there
