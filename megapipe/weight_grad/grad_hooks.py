@@ -39,8 +39,16 @@ def call_hooks(weight: Tensor) -> None:
 
 
 def pass_through_weights(*weights: Tensor) -> None:
-    """A backward that reaches the weights without a gradient."""
-    _PassThrough.apply(*weights).backward()  # type: ignore[no-untyped-call]
+    """A backward that reaches the weights without a gradient. Hooks of `weight.register_hook`, which take it, are not
+    called: they were when it was there."""
+    hooks = {weight: dict(of_weight) for weight in weights if (of_weight := weight._backward_hooks)}
+    for weight in hooks:
+        weight._backward_hooks.clear()  # type: ignore[union-attr]
+    try:
+        _PassThrough.apply(*weights).backward()  # type: ignore[no-untyped-call]
+    finally:
+        for weight, of_weight in hooks.items():
+            weight._backward_hooks.update(of_weight)  # type: ignore[union-attr]
 
 
 class _PassThrough(torch.autograd.Function):

@@ -274,6 +274,9 @@ OF_CHANGES += [
     Case("1f1b", 3, 3, [Between("stage unfrozen"), Between("output detached", 0, 1)], steps=4),
     Case("1f1b", 2, 3, [AsPipelineStage(), Between("a wrong setting", seed=1)], steps=4),
 ]
+# Of the pass over all weights behind the last W, for those who watch the nodes that accumulate gradients. A hook of a
+# weight itself was called there with None in place of a gradient.
+OF_CHANGES += [Case("zb1p", 2, 3, [Called("no_sync_func"), Between("hook of a parameter", 1)], steps=3)]
 # Of a step of the optimizer that is rolled back.
 OF_CHANGES += [
     Case("zbv", 2, 3, [DEFERRING, Optimizer("post-validated", 0.5), Between("parameter assigned", 2)], steps=3),
