@@ -5,7 +5,6 @@ A method for each kind of action, which runs it for one unit. Nothing is ever wr
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -353,8 +352,7 @@ class Stage:
                 f"{failed}. data_iterator is {describe(self._data_iterator)}: pass an iterator over microbatches, such "
                 "as iter(data_loader) or iter(batch.chunk(num_microbatches))."
             ) from error
-        is_alone = unit.received is None or unit.received.spec is None or unit.received.spec.structure == "tensor"
-        if isinstance(error, (TypeError, AttributeError)) and re.search(r"\blist\b", str(error)) and is_alone:
+        if isinstance(error, (TypeError, AttributeError)) and _has_list(error, unit):
             raise TypeError(
                 f"{failed}. set_input_tensor is called with a list of one item, the tensor received, or None on the "
                 "first stage: keep input[0], or wrap the layers in megapipe.PipelineStage."
@@ -399,3 +397,12 @@ class Stage:
         if NoGradientWarning not in self._kept:
             self._kept[NoGradientWarning] = True
             warn(text, NoGradientWarning)
+
+
+def _has_list(error: Exception, unit: Unit) -> bool:
+    """Whether the function that failed had the list that `set_input_tensor` was given, in place of its one item."""
+    item = None if unit.received is None else unit.received.tensors[0]
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    values = [*frame.f_locals.values()]
+    values += [value for one in values if isinstance(one, nn.Module) for value in vars(one).values()]
+    return any(isinstance(value, list) and len(value) == 1 and value[0] is item for value in values)

@@ -480,3 +480,13 @@ def test_an_input_gradient_is_not_what_a_hook_keeps() -> None:
     assert unit.input_grads is not None
     (grad,) = unit.input_grads.tensors
     assert grad.tolist() == [2, 2]
+
+
+@on_ranks(1)
+def test_an_error_about_another_list_is_left_as_it_is(rank: int) -> None:
+    """A list of the model's own that cannot be called was taken for the one of set_input_tensor, by the word in the
+    error's text. The sentence that followed said to keep input[0], where there was nothing to keep."""
+    use_groups()
+    chunks = layers("1f1b", lambda layer, x: layer.weight.tolist()())
+    with pytest.raises(TypeError, match=r"^'list' object is not callable$"):
+        against.step("1f1b", chunks, inputs(1))
