@@ -28,7 +28,7 @@ class Autocast(Extension):
 class Timers(Extension):
     """Timers around the loops of a step, each forward and each backward, stopped where what they time fails, too."""
 
-    def step(self) -> AbstractContextManager[Any]:
+    def begin(self, call: Call) -> AbstractContextManager[Any]:
         return self._timed("forward-backward", 1, barrier=self.config.barrier_with_L1_time)
 
     def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
@@ -56,15 +56,14 @@ class Timeline(Extension):
     def takes_part(self, call: Call) -> bool:
         return call.schedule.forward_only or not call.forward_only
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: Call) -> AbstractContextManager[Any] | None:
         self._call = call
         self._record: StepRecord = self.config.record_timeline.begin(call.schedule.name, call.device)
+        storages: AbstractContextManager[Any] | None = self._record.storages
+        return storages
 
     def monitor(self, monitor: Any) -> Any:
         return _Recording(monitor, self._record)
-
-    def step(self) -> AbstractContextManager[Any] | None:
-        return self._record.storages
 
     def end(self) -> None:
         self._record.finish()

@@ -22,7 +22,7 @@ class FullyShard(Extension):
     _sharded: ShardedChunks
     _models: Sequence[nn.Module]
 
-    has_gradients = True
+    hides_gradients = True
 
     def takes_part(self, call: Call) -> bool:
         config = self.config

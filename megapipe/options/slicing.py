@@ -23,8 +23,8 @@ from ..stages import Call, Extension, Loss, Run, Stage, Unit, call_loss_func, di
 class Slices(Extension):
     """Cuts sequences, and runs their slices."""
 
-    def slices(self, call: Call) -> list[SequenceSlice]:
-        return sequence_slices(call)
+    def cut(self, call: Call) -> tuple[list[SequenceSlice], type[Stage]]:
+        return sequence_slices(call), SlicedStage
 
     def takes_part(self, call: Call) -> bool:
         self._slices = call.slices
@@ -39,9 +39,6 @@ class Slices(Extension):
                 run(unit)
 
         return replay
-
-    def stage_type(self, made: type[Stage]) -> type[Stage]:
-        return SlicedStage
 
 
 def sequence_slices(step: Call) -> list[SequenceSlice]:

@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -112,9 +113,10 @@ class Runner:
         check_arguments(call, self.stages)
         self._kinds: set[str] = set()
         self._check(call)
+        self.slices, self._stage_type = call.slices, Stage
         for extension in self._extensions(config):
-            call.slices = extension.slices(call) or call.slices
-        self.slices = call.slices
+            self.slices, self._stage_type = extension.cut(call) or (self.slices, self._stage_type)
+        call.slices, call.stages = self.slices, self.stages
         self._peers = [remote_peers(stage, schedule.placement, self.pp_rank, self._pp_size) for stage in self.stages]
         self._described = specs_of(call, self.stages, self._peers)
         self._asks_models = call.adjust_tensor_shapes_fn is not None or any(
@@ -171,12 +173,10 @@ class Runner:
         """Whether the messages of this call are those that the runner knows, where models compute their shapes."""
         if not self._asks_models:
             return True
-        call.slices = self.slices
-        return specs_of(call, self.stages, self._peers) == self._described
+        return specs_of(replace(call, slices=self.slices), self.stages, self._peers) == self._described
 
     def extensions(self, call: Call) -> list[Extension]:
         """Those of the options that are set and have something to do in this step."""
-        call.stages = self.stages
         return [extension for extension in self._extensions(call.config) if extension.takes_part(call)]
 
     def _extensions(self, config: StepConfig) -> list[Extension]:
@@ -218,7 +218,7 @@ class Runner:
     def prepare(self, call: Call) -> list[Extension]:
         """All that comes before the step's first action: whoever refuses the call does it here, and all ranks with it.
         Collective over the pipeline where arguments have changed. Returns what takes part, for `run`."""
-        call.slices = self.slices
+        call.slices, call.stages = self.slices, self.stages
         if self._of_numbers.get(call.num_microbatches) is not self._now:
             self._turn_to(call)
         extensions = self.extensions(call)
@@ -232,7 +232,7 @@ class Runner:
         looks = self._run_loops(call, extensions)
         if self._is_new and not call.is_void:
             self._is_new = False
-            has_gradients = not any(extension.has_gradients for extension in extensions)
+            has_gradients = not any(extension.hides_gradients for extension in extensions)
             end_first_steps(looks, call, self.key, self.undescribed, has_gradients, self._session)
             self._describe(call)
         for extension in extensions:
@@ -242,9 +242,10 @@ class Runner:
         """Run the schedule. Returns what has looked at its first step."""
         pipeline = self._now.pipeline
         assert pipeline is not None
+        contexts = []
         for extension in extensions:
-            extension.begin(call)
-        stages = self.make_stages(call, extensions)
+            contexts.append(extension.begin(call))
+        stages = self.make_stages(call)
         sync = self._gradient_sync(call, extensions, stages)
         looks: list[FirstStep | None] = [None] * len(stages)
         if self._is_new:
@@ -262,8 +263,8 @@ class Runner:
                 around.enter_context(sync)
             elif call.forward_only:
                 around.enter_context(torch.no_grad())
-            for extension in extensions:
-                if (context := extension.step()) is not None:
+            for context in contexts:
+                if context is not None:
                     around.enter_context(context)
             reports = self._now.loops(pipeline)
         if reports is not call.results:
@@ -314,12 +315,10 @@ class Runner:
             is_split = self.key.plan.splits_backward or any(stage.can_overlap for stage in stages)
         return make(config, call.models, call.num_units, is_split, call.forward_only)
 
-    def make_stages(self, call: Call, extensions: Sequence[Extension]) -> list[Stage]:
+    def make_stages(self, call: Call) -> list[Stage]:
         """One per chunk."""
-        stages, kind = [], Stage
-        for extension in extensions:
-            kind = extension.stage_type(kind)
+        stages = []
         for chunk, of_chunk in enumerate(zip(self.stages, self.specs, self._is_found, self._headers, self._delays)):
             info, (_, sent), *rest = of_chunk
-            stages.append(kind(info, chunk, call, sent, *rest))
+            stages.append(self._stage_type(info, chunk, call, sent, *rest))
         return stages

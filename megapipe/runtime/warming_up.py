@@ -119,7 +119,7 @@ def _refuse_what_cannot_be_left_alone(call: Call, runner: Runner) -> None:
                     "but warm_up leaves nothing behind: give it its sizes, run it once before, or leave warm_up out."
                 )
     is_ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for model in models for m in wrapped_in(model))
-    if is_ddp or any(extension.has_gradients for extension in runner.extensions(call)):
+    if is_ddp or any(extension.hides_gradients for extension in runner.extensions(call)):
         by = "DistributedDataParallel" if is_ddp else "fully_shard"
         raise ValueError(
             f"warm_up would start the communication of {by} between replicas: call it before {by}, or leave it out."
@@ -188,7 +188,7 @@ def _run(
         session.watchdog.progress.action = f"the warm-up of stage {info.index}"
     own = {action.kind for action in runner.key.plan.actions[runner.pp_rank] if action.stage == info.index}
     extensions = runner.extensions(call)
-    stage = runner.make_stages(call, extensions)[chunk]
+    stage = runner.make_stages(call)[chunk]
     if chunk in runner.undescribed:
         stage.output_specs = None  # what steps have found may change
     runs = runs_of(stage, extensions)

@@ -42,16 +42,13 @@ class Extension:
         """Whether it has something to do in this step. May raise ValueError or TypeError, before anything is done."""
         return True
 
-    def slices(self, call: Call) -> list[SequenceSlice]:
-        """The slices of every sequence; none where sequences are whole."""
-        return []
+    def cut(self, call: Call) -> tuple[list[SequenceSlice], type[Stage]] | None:
+        """The slices of every sequence, and the class of the stages that run them; None where sequences are whole."""
+        return None
 
-    def stage_type(self, made: type[Stage]) -> type[Stage]:
-        """Makes the stages of a step."""
-        return made
-
-    def begin(self, call: Call) -> None:
-        """The loops of a step begin."""
+    def begin(self, call: Call) -> AbstractContextManager[Any] | None:
+        """The loops of a step begin. Returns what goes around them."""
+        return None
 
     def forward_step(self, stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
         """Goes around the caller's forward_step_func."""
@@ -73,12 +70,8 @@ class Extension:
         """Goes around what accompanies actions and waits (`runtime.Monitor`)."""
         return monitor
 
-    def step(self) -> AbstractContextManager[Any] | None:
-        """Goes around the loops of a step."""
-        return None
-
     def end(self) -> None:
         """The step has succeeded."""
 
-    has_gradients = False
-    """Whether it keeps the gradients of parameters itself."""
+    hides_gradients = False
+    """Whether gradients are elsewhere than in the `.grad` of the chunks' parameters until all of them are complete."""
