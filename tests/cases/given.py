@@ -34,10 +34,10 @@ class Given(Feature):
 
     @staticmethod
     def kinds(case: Case) -> list[str]:
-        is_known = case.of("Shapes", "kind", "") in ("config", "computed")  # of the length that a call names
-        taken = [*case.options, *(["context_parallel_size"] if is_known and case.get("WarmUp") else [])]
-        if case.of("Shapes", "kind", "") == "computed":
-            taken.append("context_parallel_size")
+        """Those that a case may have. Of the lengths of sequences some are known that ranks do not share here."""
+        is_known = case.get("AsPipelineStage") or case.of("Shapes", "kind", "") == "computed"
+        is_known = is_known or (case.of("Shapes", "kind", "") == "config" and case.get("WarmUp"))
+        taken = case.options | ({"context_parallel_size"} if is_known else set())
         return [name for name in KINDS if name not in taken]
 
     @classmethod

@@ -394,9 +394,14 @@ class Wrapped(Feature):
         return Wrapper({self.attribute: chunk})
 
 
-class Wrapper(nn.ModuleDict):
+class Wrapper(nn.Module):
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        (chunk,) = self.values()
+        (chunk,) = self.children()
         return chunk(*args, **keywords)
 
 

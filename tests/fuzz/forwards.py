@@ -67,7 +67,7 @@ heads(own(nn.Linear, D, 3 * D)(x), None, is_causal=True)
 heads(own(nn.Linear, D, 3 * D)(x), other["mask"][:, None, None] | torch.eye(T, dtype=torch.bool))
 (x @ y.transpose(-1, -2) + torch.triu(torch.full((x.shape[1], T), float("-inf")), diagonal=1)).softmax(-1) @ x
 F.dropout(x, 0.3, self.training)
-own(nn.Dropout, 0.2)(x) + own(nn.AlphaDropout, 0.1)(y)
+own(nn.Dropout, 0.2)(x) + own(nn.AlphaDropout, 0.1)(y.contiguous())
 nn.Dropout(0.2, inplace=True)(x.clone(memory_format=torch.contiguous_format))
 torch.tanh(made_by(nn.utils.parametrizations.weight_norm, own(nn.Linear, D, D))(x))
 torch.tanh(made_by(nn.utils.parametrizations.spectral_norm, own(nn.Linear, D, D))(x))
