@@ -115,11 +115,18 @@ ELSEWHERE = {
 }
 """Names that others have for the same: torch.distributed.pipelining's classes, and what papers and Megatron say."""
 
+OWN = "megapipe.schedules"
+"""The module of megapipe's schedules."""
+
 _schedules: dict[str, Schedule] = {}
 
 
 def register(schedule: Schedule) -> None:
-    """Make a schedule known by its name, instead of any that had it."""
+    """Make a schedule known by its name, in place of another one of the caller's that had it. Raises ValueError for the
+    name of one of megapipe's."""
+    known = _schedules.get(schedule.name)
+    if known is not None and known.loops.__module__ == OWN != schedule.loops.__module__:
+        raise ValueError(f"{schedule.name!r} is the name of a schedule of megapipe's: give yours another one.")
     _schedules[schedule.name] = schedule
 
 

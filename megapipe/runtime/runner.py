@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from operator import attrgetter
@@ -114,7 +114,7 @@ class Runner:
         self._kinds: set[str] = set()
         self._check(call)
         self.slices, self._stage_type = call.slices, Stage
-        for extension in self._extensions(config):
+        for extension in self._of_options(config):
             self.slices, self._stage_type = extension.cut(call) or (self.slices, self._stage_type)
         call.slices, call.stages = self.slices, self.stages
         self._peers = [remote_peers(stage, schedule.placement, self.pp_rank, self._pp_size) for stage in self.stages]
@@ -177,18 +177,20 @@ class Runner:
 
     def extensions(self, call: Call) -> list[Extension]:
         """Those of the options that are set and have something to do in this step."""
-        return [extension for extension in self._extensions(call.config) if extension.takes_part(call)]
-
-    def _extensions(self, config: StepConfig) -> list[Extension]:
-        """Those of the options that are set."""
         extensions = []
+        for extension in self._of_options(call.config):
+            if extension.takes_part(call):
+                extensions.append(extension)
+        return extensions
+
+    def _of_options(self, config: StepConfig) -> Iterator[Extension]:
+        """The extension of each option that is set."""
         for option in OPTIONS:
             is_set = option.field and getattr(config, option.field) != DEFAULTS[option.field]
             if is_set or option.module in sys.modules or option.kind in self._kinds:
                 module, _, name = option.extension.partition(":")
                 kind: type[Extension] = getattr(importlib.import_module(module), name)
-                extensions.append(kind(config, lambda: self.key.plan, self.pp_rank, self._session.watchdog))
-        return extensions
+                yield kind(config, lambda: self.key.plan, self.pp_rank, self._session.watchdog)
 
     def agree(self, call: Call, what: str = "") -> None:
         """Check that all ranks of the pipeline make the same call. Collective over the pipeline.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import PipelineConfig
 from ..overlap import find_forward_segments
@@ -32,7 +32,9 @@ class PipelineStage(nn.Module):
     and what else torch's pytrees know. Tensors of floating point that require a gradient have one there too. Their
     shapes need not be said: they are found in the first step.
 
-    `state_dict()` and `load_state_dict()` use the names of the module, and so does everything in megapipe.
+    `state_dict()`, `load_state_dict()`, `named_parameters()` and `named_buffers()` use the names of the module, and so
+    does everything in megapipe. Parts of the module are found on the stage, too: `stage.layers` is
+    `stage.module.layers`.
 
     Args:
         module: the layers of this stage.
@@ -63,6 +65,25 @@ class PipelineStage(nn.Module):
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
+    def named_parameters(self, prefix: str = "", *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        start = f"{prefix}." if prefix else ""
+        for name, parameter in super().named_parameters(prefix, *args, **options):
+            yield start + name.removeprefix(start).removeprefix(PREFIX), parameter
+
+    def named_buffers(self, prefix: str = "", *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        start = f"{prefix}." if prefix else ""
+        for name, buffer in super().named_buffers(prefix, *args, **options):
+            yield start + name.removeprefix(start).removeprefix(PREFIX), buffer
+
+    def __getattr__(self, name: str) -> Any:
+        """Parts of the module: torch follows the names of parameters from attribute to attribute."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        if name != "module" and isinstance(module, nn.Module):
+            for parts in (module._modules, module._parameters, module._buffers):
+                if name in parts:
+                    return parts[name]
+        return super().__getattr__(name)
+
     def set_input_tensor(self, received: Any) -> None:
         """Called by the schedule with what the stage before returned, with [None] on the first stage."""
         if isinstance(received, ListOfOne):
@@ -76,7 +97,7 @@ class PipelineStage(nn.Module):
         if not self.info.is_first:
             batch = self._received or self._nothing_received()
         try:
-            output = self.module(*batch, **options)
+            output = self._modules["module"](*batch, **options)  # type: ignore[misc]  # not by __getattr__
         except TypeError as error:
             self._explain(error, options)
             raise

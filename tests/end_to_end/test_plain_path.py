@@ -18,7 +18,7 @@ from torch import nn
 import megapipe
 
 PACKAGE = str(Path(megapipe.__file__).parent)
-CEILINGS = {"files": 27, "functions": 121, "calls": 324, "forward": 4, "send": 5, "recv": 6, "run_backward": 4}
+CEILINGS = {"files": 27, "functions": 122, "calls": 324, "forward": 4, "send": 5, "recv": 6, "run_backward": 4}
 """Files and functions that a later step goes through, its calls, and the frames from the schedule to the caller's
 function, to torch's sends and receives, and to autograd."""
 

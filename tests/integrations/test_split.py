@@ -57,8 +57,8 @@ def check(
         return reports
 
     losses = run()
-    gradients = {name.removeprefix("module."): parameter.grad for name, parameter in got}
-    after = {name.removeprefix("module."): b.clone() for chunk in chunks for name, b in chunk.named_buffers()}
+    gradients = {name: parameter.grad for name, parameter in got}
+    after = {name: b.clone() for chunk in chunks for name, b in chunk.named_buffers()}
     for name, buffer in model.named_buffers():
         buffer.data.copy_(buffers[name])
     model.zero_grad()

@@ -402,3 +402,10 @@ def test_megatrons_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("GPipe", "Every rank of the pipeline calls it alike", "forward_only: no gradients"):
         assert text in pydoc.render_doc(get("gpipe"))
     assert list(inspect.signature(get("gpipe")).parameters)[:2] == ["forward_step_func", "data_iterator"]
+
+
+def test_the_name_of_a_schedule_of_megapipes_is_refused() -> None:
+    """A schedule of one's own took the name, and every later look for zbv, also by plans, found that one."""
+    with pytest.raises(ValueError, match="'zbv' is the name of a schedule of megapipe's: give yours another one"):
+        megapipe.schedule("zbv", placement=loop)(lambda pipe: pipe.finish())
+    assert find_schedule("zbv").placement.name == "v"

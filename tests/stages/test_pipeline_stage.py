@@ -9,6 +9,7 @@ from tools.against import add_gradients, assert_same_gradients, chunks_of, norma
 from tools.models import seed_cpu
 from tools.ranks import on_ranks, start_again
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import megapipe
 from megapipe import PipelineStage, StageInfo, distribute_layers
@@ -121,6 +122,10 @@ def test_names_are_those_of_the_module() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     stage = PipelineStage(module, StageInfo(0, 2))
     assert list(stage.state_dict()) == list(module.state_dict())
+    assert [name for name, _ in stage.named_parameters()] == [name for name, _ in module.named_parameters()]
+    assert [name for name, _ in stage.named_buffers("a")] == [f"a.{name}" for name, _ in module.named_buffers()]
+    assert stage.get_parameter("0.weight") is module[0].weight
+    assert get_model_state_dict(stage).keys() == module.state_dict().keys()
     around = nn.ModuleDict({"inner": stage})
     assert list(around.state_dict()) == [f"inner.{name}" for name in module.state_dict()]
     for target in (stage, around):
