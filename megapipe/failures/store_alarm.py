@@ -12,8 +12,9 @@ import datetime
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -42,6 +43,7 @@ class StoreAlarm:
         self._question: threading.Thread | None = None
         self._has_ended = threading.Event()
         if isinstance(store, TCPStore):
+            self._addresses = _addresses_of(store.host, store.port)  # now, while names of hosts can be looked up
             threading.Thread(target=self._watch, name="megapipe-store-alarm", daemon=True).start()
 
     def end(self) -> None:
@@ -63,7 +65,7 @@ class StoreAlarm:
     def _watch(self) -> None:
         while not self._has_ended.wait(TIMING.until_alarm):
             if self.look():
-                _cut_connections(self._store.port)
+                _cut_connections(self._addresses)
                 return
 
     def _ask(self) -> None:
@@ -79,16 +81,40 @@ class StoreAlarm:
         self._question.join(TIMING.until_alarm)
 
 
-def _cut_connections(port: int) -> None:
-    """All of this process to that port of other processes: torch does not say which are the store's."""
+Address = tuple[IPv4Address | IPv6Address, int]
+
+
+def _addresses_of(host: str, port: int) -> set[Address]:
+    """Where the store listens. None where its host has no address."""
+    with suppress(OSError):
+        return {_address(found[4]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    return set()
+
+
+def _address(pair: Any) -> Address:
+    """Of a socket's, of which IPv6 has longer ones, and others for those of IPv4."""
+    address = ip_address(str(pair[0]).partition("%")[0])
+    return getattr(address, "ipv4_mapped", None) or address, pair[1]
+
+
+def _cut_connections(addresses: Container[Address]) -> None:
+    """All of this process to the store: nobody else listens at its address and port."""
     limit = socket.getdefaulttimeout()
     socket.setdefaulttimeout(None)  # with one, all sockets looked at would no longer block
     for descriptor in map(int, os.listdir("/dev/fd")):
-        with (
-            suppress(OSError),  # not a connection, or closed meanwhile
-            socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as connection,
-        ):
+        with suppress(OSError), _socket_of(descriptor) as connection:  # no connection, or closed meanwhile
             peer = connection.getpeername()
-            if isinstance(peer, tuple) and peer[1] == port:
+            if isinstance(peer, tuple) and _address(peer) in addresses:
                 connection.shutdown(socket.SHUT_RDWR)
     socket.setdefaulttimeout(limit)
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """Another end of a socket, of its own family: an address read as that of another is garbage. Raises OSError where
+    it is none."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe import PipelineError, clip_grad_norm_, parallel_state
 from megapipe.failures import TIMING, board, helper_thread, positions
-from megapipe.failures.store_alarm import StoreAlarm
+from megapipe.failures.store_alarm import StoreAlarm, _addresses_of, _cut_connections
 
 LIMIT = 4.0
 """In place of a minute. A busy machine may let a rank stand still for a second or two."""
@@ -214,3 +214,20 @@ def test_time_in_which_the_process_stood_still_is_no_silence() -> None:
     ):
         alarm.look()
     assert told == [TIMING.until_alarm]
+
+
+def test_connections_to_other_hosts_are_left() -> None:
+    """All connections to the port number of the store were cut, also those to other hosts. Another library's server may
+    well listen there."""
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        with (
+            socket.create_server(("127.0.0.2", port)),
+            socket.create_connection(("127.0.0.1", port)) as ours,
+            socket.create_connection(("127.0.0.2", port)) as theirs,
+        ):
+            _cut_connections(_addresses_of("localhost", port))
+            assert ours.recv(1) == b""
+            theirs.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                theirs.recv(1)
