@@ -120,7 +120,7 @@ class MLP(nn.Module):
         super().__init__()
         self.up, self.down = up, down
 
-    def forward(self, tokens: Tensor, *tokens_per_expert: list[int]) -> Tensor:
+    def forward(self, tokens: Tensor, *tokens_per_expert: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(tokens, *tokens_per_expert)), *tokens_per_expert)
 
 
@@ -163,7 +163,10 @@ class MoE(nn.Module):
         weights, experts = self.router(tokens)
         order = experts.flatten().argsort(stable=True)
         sent, received = self._exchange_counts(experts)
-        input_splits, output_splits = sent.sum(1).tolist(), received.sum(1).tolist()
+        input_splits, output_splits = torch.stack((sent, received)).sum(2).tolist()
+        for size in (*input_splits, *output_splits):  # what a captured stage has no other way to know
+            torch._check(size >= 0)
+        torch._check(sum(input_splits) == len(order))
 
         copies = tokens.unsqueeze(1).expand(-1, self.router.topk, -1).flatten(0, 1)
         dispatch = start_all_to_all(Permute.apply(copies, order), output_splits, input_splits, self.group)
@@ -172,9 +175,10 @@ class MoE(nn.Module):
         arrived = dispatch.wait()
 
         # Bring the tokens of each of our experts together, whichever rank they came from.
-        owners = torch.arange(self.num_local_experts).repeat(self.group_size).repeat_interleave(received.flatten())
-        by_expert = owners.argsort(stable=True).to(x.device)
-        computed = self.experts(Permute.apply(arrived, by_expert), received.sum(0).tolist())
+        owners = torch.arange(self.num_local_experts, device=x.device).repeat(self.group_size)
+        owners = owners.repeat_interleave(received.flatten(), output_size=sum(output_splits))
+        by_expert = owners.argsort(stable=True)
+        computed = self.experts(Permute.apply(arrived, by_expert), received.sum(0))
         to_send = Permute.apply(computed, by_expert.argsort())
         combine = start_all_to_all(to_send, input_splits, output_splits, self.group)
         yield
@@ -182,16 +186,13 @@ class MoE(nn.Module):
         routed = (returned.unflatten(0, (-1, self.router.topk)) * weights.unsqueeze(-1)).sum(1)
         return (shared + routed).view_as(x)
 
-    def _exchange_counts(self, experts: Tensor) -> Tensor:
+    def _exchange_counts(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """How many of our tokens go to each rank and expert there, and how many come from each rank for each of our
-        experts: [2, group_size, num_local_experts], on the host, since they are the sizes of all that follows. The one
-        wait that cannot be filled."""
+        experts, both [group_size, num_local_experts]."""
         sent = torch.bincount(experts.flatten(), minlength=self.group_size * self.num_local_experts)
-        received = sent
-        if self.group is not None:
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=self.group)
-        return torch.stack((sent, received)).view(2, self.group_size, self.num_local_experts).cpu()
+        each = [self.num_local_experts] * self.group_size
+        received = start_all_to_all(sent, each, each, self.group).wait()
+        return sent.view(self.group_size, -1), received.view(self.group_size, -1)
 
 
 def whole_names(name: str, parameter: nn.Parameter, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -47,8 +47,9 @@ NAMES: dict[str, dict[str, str]] = {
     "megapipe.graph": {
         "captured": "CapturedStage capture",
         "compile": "compile_graph",
+        "errors": "CaptureError",
         "fsdp_collectives": "ShardedJoint split_fsdp_collectives",
-        "joint": "CaptureError Joint trace_joint",
+        "joint": "Joint trace_joint",
         "multiplexing": "multiplex",
         "partitioning": "Partition partition recompute",
         "side_effects": "setting_no_random_state",

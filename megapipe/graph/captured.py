@@ -21,8 +21,9 @@ from ..activations import restores_of, undoing_changes
 from ..chunks import as_sharded
 from ..weight_grad import capturing
 from .arguments import Arguments, Structure
+from .errors import CaptureError
 from .function import Graphs, OfferedForward, offering, run_forward
-from .joint import CaptureError, trace_joint
+from .joint import trace_joint
 from .partitioning import partition
 from .partitioning import recompute as cut_to_recompute
 from .side_effects import refusing_side_effects

@@ -1,0 +1,194 @@
+"""Captured stages whose sizes depend on values: mixtures of experts that drop no token, boolean masks, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tools.experts import HIDDEN, ROUTINGS, differing, make_stage, run_all, steer
+from tools.graphs import quick_inductor, skip_without_tracer
+from tools.ranks import on_ranks
+from torch import Tensor, nn
+
+from megapipe.graph import capture, joint
+from megapipe.overlap import filling_windows
+from megapipe.weight_grad import DeferredGrads
+
+skip_without_tracer()
+
+
+def tokens(number: int) -> Tensor:
+    return torch.randn(number, HIDDEN, requires_grad=True)
+
+
+def worst_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Relative to the largest number of each."""
+    pairs = zip(ours, theirs)
+    return max(float((one - other).abs().max() / other.abs().max().clamp(min=1e-9)) for one, other in pairs)
+
+
+# Experts, alone
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@on_ranks(2)
+def test_experts_shared_out_are_equal_to_eager_for_every_routing(rank: int, recompute: bool) -> None:
+    """Outputs, gradients, and the loads that routers count, of microbatches of another length on each rank."""
+    num_tokens = 12 - 3 * rank
+    eager, captured = make_stage(dist.group.WORLD), make_stage(dist.group.WORLD)
+    capture(captured, (tokens(num_tokens),), recompute=recompute)
+    biases = [both[rank] for both in ROUTINGS.values()]
+    expected = run_all(eager, biases, num_tokens, split=False)
+    for split in (False, True):
+        assert differing(run_all(captured, biases, num_tokens, split), expected) == []
+
+
+@on_ranks(2)
+def test_compiled_experts_are_eager_but_for_rounding(rank: int) -> None:
+    eager, compiled = make_stage(dist.group.WORLD, 1), make_stage(dist.group.WORLD, 1)
+    capture(compiled, (tokens(12),), compile="inductor")
+    biases = [both[rank] for both in ROUTINGS.values()]
+    expected = run_all(eager, biases, 12, split=False)
+    with quick_inductor():
+        assert worst_difference(run_all(compiled, biases, 12, split=True), expected) < 1e-5
+
+
+# Experts, in pairs
+
+
+def in_pairs(rank: int, stages: list[nn.Sequential], together: bool) -> list[Tensor]:
+    """A microbatch for each routing, alternately by the stages: the backward of each in one graph with the forward of
+    the next, or before it."""
+    torch.manual_seed(7)
+    results: list[Tensor] = []
+    backward: Callable[[], object] | None = None
+    for number, routing in enumerate(ROUTINGS.values()):
+        stage, x, grad = stages[number % len(stages)], tokens(12), torch.randn(12, HIDDEN)
+        steer(stage, routing[rank])
+        if backward is None:
+            y = stage(x)
+        elif together:
+            y = in_one(stage.forward_segments(x), backward)
+        else:
+            backward()
+            y = stage(x)
+        results += [y.detach().clone(), x]
+        backward = lambda y=y, grad=grad: y.backward(grad)  # noqa: E731
+    backward()
+    results = [one.grad if one.requires_grad else one for one in results]
+    return [*results, *(p.grad for stage in stages for p in stage.parameters())]
+
+
+def in_one(forward: Generator[None, None, Tensor], backward: Callable[[], object]) -> Tensor:
+    """As a pair runs whose B leaves its weight gradients to a W."""
+    deferred = DeferredGrads()
+    with deferred, filling_windows(lambda: next(forward, None)):
+        backward()
+    deferred.run()
+    with pytest.raises(StopIteration) as end:
+        next(forward)
+    return end.value.value
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("compile_", [None, "inductor"])
+@on_ranks(2)
+def test_pairs_in_one_graph(rank: int, num_stages: int, compile_: str | None) -> None:
+    """Two stages that communicate could not be compiled as one graph: the trace of each has a mode of its own, and
+    inductor takes one. Neither could one stage twice, whose sizes have the same names there and are others."""
+    eager = [make_stage(dist.group.WORLD, 1, seed) for seed in range(num_stages)]
+    captured = [make_stage(dist.group.WORLD, 1, seed) for seed in range(num_stages)]
+    for stage in captured:
+        capture(stage, (tokens(12),), compile=compile_)
+    expected = in_pairs(rank, eager, together=False)
+    with quick_inductor():
+        found = in_pairs(rank, captured, together=True)
+    assert all(of_stage(stage)._multiplexed for stage in captured)
+    if compile_ is None:
+        assert differing(found, expected) == []
+    else:
+        assert worst_difference(found, expected) < 1e-5
+
+
+# Other sizes
+
+
+def two_counts(x: Tensor) -> list[int]:
+    sizes = torch.stack(((x[:, 0] > 0).sum(), (x[:, 0] <= 0).sum())).tolist()
+    torch._check(sum(sizes) == len(x))
+    return sizes
+
+
+class Sizes(nn.Module):
+    """A forward of one line, with sizes that depend on values."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__()
+        self.line = line
+        self.linear, self.other = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.other(y.sin()) + eval(self.line, globals() | {"self": self, "x": x, "y": y})
+
+
+LINES = [
+    "self.other(y[y.mean(1) > 0]).sum(0)",
+    "y[(y.mean(1) > 0).nonzero()[:, 0]].square().sum(0)",
+    "self.linear(y[: (x[:, 0] > 0).sum().item()]).sum()",
+    "sum(self.other(part).sum() for part in y.split(two_counts(x)))",
+    "y.roll(x[0, 0].long().item(), 0)",
+    "y * self.seen.add_((x > 0).nonzero().shape[0])",
+    "y[:0].sum() + torch.unique((x * 3).long()).numel()",
+    "y.masked_select(y > 0.5).square().sum()",
+]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("line", LINES)
+def test_sizes_that_depend_on_values(line: str, recompute: bool) -> None:
+    """Boolean masks, counts and positions, of none and of all rows too, were refused."""
+    torch.manual_seed(0)
+    eager, captured = Sizes(line), Sizes(line)
+    captured.load_state_dict(eager.state_dict())
+    capture(captured, (tokens(6),), recompute=recompute)
+    for data in (torch.randn(6, HIDDEN), -torch.ones(6, HIDDEN), torch.ones(6, HIDDEN), torch.randn(6, HIDDEN)):
+        results = []
+        for stage in (eager, captured):
+            stage.zero_grad()
+            x, deferred = data.clone().requires_grad_(), DeferredGrads()
+            y = stage(x)
+            with deferred:
+                y.square().sum().backward()
+            deferred.run()
+            results.append([y, x.grad, *(p.grad for p in stage.parameters()), *stage.buffers()])
+        assert differing(*results) == []
+
+
+def at_most_two(x: Tensor) -> Tensor:
+    number = (x > 0).sum().item()
+    torch._check(number <= 2)
+    return x.new_ones(number).sum()
+
+
+def test_what_a_stage_says_of_its_sizes_is_checked_in_each_forward() -> None:
+    stage = capture(Sizes("at_most_two(x)"), (tokens(6),))
+    x = -torch.ones(6, HIDDEN)
+    stage(x)
+    x[:3, 0] = 1
+    with pytest.raises(RuntimeError, match=r"Runtime assertion failed for expression u.* <= 2"):
+        stage(x)
+
+
+def test_a_dense_stage_is_traced_without_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "SizesRead", None)
+    stage = capture(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU()), (tokens(6),))
+    assert stage(tokens(6)).shape == (6, HIDDEN)
+
+
+def of_stage(stage: nn.Module) -> Any:
+    return stage.__dict__["_megapipe_graphs"].graphs()
