@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from .errors import CaptureError, line_in
 from .nodes import drop_idle_views
+from .reads import split_reads
 from .strides import lay_out_as_traced
 from .symbols import SizesRead
 
@@ -92,6 +93,7 @@ def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
         ) from error
     _refuse_values(joint, read, what)
     read.insert_checks(joint.owner)
+    split_reads(joint.owner)
     return joint
 
 

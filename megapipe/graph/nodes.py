@@ -88,13 +88,17 @@ _UNKNOWN = 1 << 60
 
 
 def is_start(node: Node) -> bool:
-    """Whether it begins to communicate with other ranks (torch's functional collectives)."""
-    return _is_collective(node) and not is_wait(node)
+    """Whether it begins to communicate with other ranks (torch's functional collectives), or with the host."""
+    return (_is_collective(node) and "wait_tensor" not in str(node.target)) or str(node.target) == _READS[0]
 
 
 def is_wait(node: Node) -> bool:
     """Whether it waits for what `is_start` has begun, and gives the result."""
-    return _is_collective(node) and "wait_tensor" in str(node.target)
+    return (_is_collective(node) and "wait_tensor" in str(node.target)) or str(node.target) == _READS[1]
+
+
+_READS = ("megapipe.start_read.default", "megapipe.finish_read.default")
+"""Operators of `reads.py`."""
 
 
 def _is_collective(node: Node) -> bool:

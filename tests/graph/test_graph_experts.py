@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ from tools.experts import HIDDEN, ROUTINGS, differing, make_stage, run_all, stee
 from tools.graphs import quick_inductor, skip_without_tracer
 from tools.ranks import on_ranks
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
-from megapipe.graph import capture, joint
+from megapipe import graph
+from megapipe.graph import capture, joint, multiplex, reads
+from megapipe.graph.multiplexing import PART
+from megapipe.graph.nodes import is_compute_bound, is_wait
 from megapipe.overlap import filling_windows
 from megapipe.weight_grad import DeferredGrads
 
@@ -46,6 +51,7 @@ def test_experts_shared_out_are_equal_to_eager_for_every_routing(rank: int, reco
         assert differing(run_all(captured, biases, num_tokens, split), expected) == []
 
 
+@pytest.mark.soak
 @on_ranks(2)
 def test_compiled_experts_are_eager_but_for_rounding(rank: int) -> None:
     eager, compiled = make_stage(dist.group.WORLD, 1), make_stage(dist.group.WORLD, 1)
@@ -94,11 +100,10 @@ def in_one(forward: Generator[None, None, Tensor], backward: Callable[[], object
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("compile_", [None, "inductor"])
+@pytest.mark.parametrize("compile_", [None, pytest.param("inductor", marks=pytest.mark.soak)])
 @on_ranks(2)
 def test_pairs_in_one_graph(rank: int, num_stages: int, compile_: str | None) -> None:
-    """Two stages that communicate could not be compiled as one graph: the trace of each has a mode of its own, and
-    inductor takes one. Neither could one stage twice, whose sizes have the same names there and are others."""
+    """Eager, one after the other, or captured, and compiled but for rounding."""
     eager = [make_stage(dist.group.WORLD, 1, seed) for seed in range(num_stages)]
     captured = [make_stage(dist.group.WORLD, 1, seed) for seed in range(num_stages)]
     for stage in captured:
@@ -111,6 +116,50 @@ def test_pairs_in_one_graph(rank: int, num_stages: int, compile_: str | None) ->
         assert differing(found, expected) == []
     else:
         assert worst_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@on_ranks(2)
+def test_pairs_are_compiled_in_one_mode(rank: int, num_stages: int) -> None:
+    """Two stages that communicate could not be compiled as one graph: the trace of each has a mode of its own, and
+    inductor takes one. Neither could one stage twice, whose sizes have the same names in both parts, and are others.
+    This is what inductor is given, without the minutes that it takes."""
+    stages = [capture(make_stage(dist.group.WORLD, 1, seed), (tokens(12),)) for seed in range(num_stages)]
+    pair = multiplex(of_stage(stages[0]).partition.forward, of_stage(stages[-1]).split.input_gradients)
+    given: list[Any] = []
+
+    def look(module: GraphModule, examples: list[Any], what: str) -> Callable[..., Any]:
+        given[:] = [module, examples]
+        return module.forward
+
+    with mock.patch.object(graph.compile, "_compile", look):
+        graph.compile_graph(pair, "a pair")
+    module, examples = given
+    sizes = [str(one) for one in examples if not isinstance(one, Tensor)]
+    assert len(sizes) == len(set(sizes)) > 0
+    with torch.no_grad(), examples[0].fake_mode:
+        module.forward(list(examples))  # torch refuses to mix modes
+
+
+@on_ranks(2)
+def test_the_host_waits_while_the_device_has_the_other_part(rank: int) -> None:
+    """Counted in the graph of a pair: products of the other part between the start and the wait of an exchange, and of
+    a read of sizes. A forward waits eight times here, and a backward four times, so some are left alone. On the CPU no
+    tensor is on an accelerator, so all are taken to be."""
+    with mock.patch.object(reads, "_is_on_accelerator", lambda node: isinstance(node.meta["val"], Tensor)):
+        captured = [capture(make_stage(dist.group.WORLD, 2, seed), (tokens(12),)) for seed in range(2)]
+    eager = [make_stage(dist.group.WORLD, 2, seed) for seed in range(2)]
+    assert differing(in_pairs(rank, captured, together=True), in_pairs(rank, eager, together=False)) == []
+    (pair,) = of_stage(captured[0])._multiplexed.values()
+    found = []
+    nodes = list(pair.graph.nodes)
+    for wait in filter(is_wait, nodes):
+        start = wait.all_input_nodes[0]
+        between = nodes[nodes.index(start) : nodes.index(wait)]
+        others = [node for node in between if is_compute_bound(node) and node.meta[PART] != start.meta[PART]]
+        found.append((start.meta[PART], str(start.target).split(".")[1], len(others)))
+    assert next(products for _, operator, products in found if operator == "start_read") > 0, found
+    assert sum(products > 0 for *_, products in found) >= 7, found
 
 
 # Other sizes
