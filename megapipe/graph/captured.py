@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map
 
 from ..activations import restores_of, undoing_changes
 from ..chunks import as_sharded
-from ..weight_grad import capturing
 from .arguments import Arguments, Structure
 from .errors import CaptureError
 from .function import Graphs, OfferedForward, offering, run_forward
@@ -248,7 +247,6 @@ class _StageGraphs:
             examples = [
                 tensor.detach().requires_grad_(tensor.requires_grad) for tensor in Structure.of(self._example)[1]
             ]
-            around.enter_context(capturing())
             around.enter_context(torch.enable_grad())
             parts_of = [
                 part.requires_grad_(tensor.requires_grad) if part is not tensor else tensor

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from ..weight_grad import capturing
 from .errors import CaptureError, line_in
 from .nodes import drop_idle_views
 from .reads import split_reads
@@ -113,7 +114,7 @@ def _trace(function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ..
     exporter: Any = importlib.import_module("torch._functorch.aot_autograd").aot_export_joint_with_descriptors
     copied: tuple[int, ...] = ()
     while True:
-        with ExitStack() as stack:
+        with ExitStack() as stack, capturing():
             exported = _export(exporter, stack, _Function(function, copied), inputs, what)
         aliases = [
             number

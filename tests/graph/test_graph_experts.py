@@ -13,10 +13,13 @@ from tools.experts import HIDDEN, ROUTINGS, differing, make_stage, run_all, stee
 from tools.graphs import quick_inductor, skip_without_tracer
 from tools.ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.fx import GraphModule
 
 from megapipe import graph
-from megapipe.graph import capture, joint, multiplex, reads
+from megapipe.graph import capture, joint, multiplex, partition, reads, split_fsdp_collectives, trace_joint
 from megapipe.graph.multiplexing import PART
 from megapipe.graph.nodes import is_compute_bound, is_wait
 from megapipe.overlap import filling_windows
@@ -160,6 +163,50 @@ def test_the_host_waits_while_the_device_has_the_other_part(rank: int) -> None:
         found.append((start.meta[PART], str(start.target).split(".")[1], len(others)))
     assert next(products for _, operator, products in found if operator == "start_read") > 0, found
     assert sum(products > 0 for *_, products in found) >= 7, found
+
+
+# Beside replicas
+
+
+@on_ranks(4)
+def test_shards_are_gathered_once_and_reduced_once(rank: int) -> None:
+    """Two replicas of two ranks that share experts out: the collectives of the shards are taken out of the graph, those
+    of the experts stay. Two microbatches have the gradients of torch's fully_shard that reduces after the second."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
+    replicas, experts = mesh["replicas"].get_group(), mesh["experts"].get_group()
+    stage = make_stage(experts, 1).eval()
+    names, buffers = [name for name, _ in stage.named_parameters()], dict(stage.named_buffers())
+    shards = [p.detach().chunk(2)[replicas.rank()].clone().requires_grad_() for p in stage.parameters()]
+    torch.manual_seed(rank)
+    batches = [tokens(12) for _ in range(2)]
+
+    def function(*flat: Tensor) -> tuple[Tensor, ...]:
+        *tensors, x = flat
+        wholes = [all_gather_tensor_autograd(shard, 0, replicas) for shard in tensors[: len(names)]]
+        named = {**dict(zip(names, wholes)), **dict(zip(buffers, tensors[len(names) :]))}
+        return (torch.func.functional_call(stage, named, (x,)),)
+
+    sharded = split_fsdp_collectives(trace_joint(function, [*shards, *buffers.values(), batches[0]], "a test"))
+    assert sharded.sharded == sharded.reduced == tuple(range(len(names)))
+    parts = partition(sharded.joint, len(names))
+    with torch.no_grad():
+        wholes = list(sharded.unshard.forward(list(shards)))
+        totals = [torch.zeros_like(whole) for whole in wholes]
+        found = []
+        for x in batches:
+            inputs = [*wholes, *buffers.values(), x]
+            output, *saved = parts.forward.forward(list(inputs))
+            grads = parts.backward.forward([*(inputs[n] for n in parts.read), *saved, output])
+            totals = [total + grad for total, grad in zip(totals, grads)]
+            found.append(grads[-1])
+        found += sharded.reduce_grad.forward(totals)
+    fully_shard(stage, mesh=mesh["replicas"])
+    for number, x in enumerate(batches):
+        stage.set_requires_gradient_sync(number == 1)
+        output = stage(x)
+        output.backward(output.detach())
+    expected = [x.grad for x in batches] + [2 * p.grad.to_local() for p in stage.parameters()]  # it takes means
+    assert differing(found, expected) == []
 
 
 # Other sizes
