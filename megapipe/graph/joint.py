@@ -217,12 +217,6 @@ def _label(owner: GraphModule, num_inputs: int, what: str) -> Joint:
 
 def _refuse_values(joint: Joint, read: SizesRead, what: str) -> None:
     """What the stage returns, and hands on, has sizes known to all."""
-    for node in joint.owner.graph.nodes:
-        if isinstance(value := node.meta.get("val"), torch.SymBool):
-            raise CaptureError(
-                f"{what} cannot be captured: at {read.line_of(value)} it reads from a tensor whether something is so: "
-                "keep that in a tensor (without .item()), or leave this stage eager."
-            )
     # Gradients have the sizes of what they are of.
     ends = {"returns": joint.outputs, "puts into a buffer": joint.mutated.values()}
     for verb, nodes in ends.items():

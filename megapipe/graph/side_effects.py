@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import sys
 import threading
@@ -75,11 +74,13 @@ def refusing_side_effects(
 def _exchanging_in_order(what: str) -> Iterator[None]:
     """Raises CaptureError where a function of torch.distributed was called that writes to its arguments, which a graph
     would not order."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    places = ("_meta_registrations", "_tools.fake_collectives")  # the second one in torch 2.9
+    modules = (sys.modules.get(f"torch.distributed.{place}") for place in places)
+    of_torch: Any = next((module for module in modules if module is not None), None)
+    if of_torch is None:
         yield
         return
     lines: list[str] = []
-    of_torch: Any = importlib.import_module("torch.distributed._meta_registrations")
     make = of_torch.create_fakework  # which all of them call where tensors have no values
 
     def note(*args: Any, **kwargs: Any) -> Any:

@@ -31,18 +31,17 @@ class SizesRead:
         self._mode = _new_mode()
         self._shapes = self._mode.shape_env
         self._lines: dict[Any, str] = {}
-        for kind in ("int", "bool"):
-            name = f"create_unbacked_sym{kind}"
-            setattr(self._shapes, name, partial(self._note, getattr(self._shapes, name)))
-        self._shapes.create_unbacked_symfloat = self._refuse
+        self._shapes.create_unbacked_symint = partial(self._note, self._shapes.create_unbacked_symint)
+        self._shapes.create_unbacked_symfloat = partial(self._refuse, "a number with a fraction")
+        self._shapes.create_unbacked_symbool = partial(self._refuse, "whether something is so")
 
     def without_values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The inputs of the trace."""
         return tuple(self._mode.from_tensor(tensor, static_shapes=True) for tensor in tensors)
 
     def line_of(self, value: Any) -> str | None:
-        """The line that a tensor has its size from, or where a number was read; None where values have no part."""
-        numbers = _layout(value) if isinstance(value, Tensor) else (value,)
+        """The line that a tensor has its size from; None where values have no part in it."""
+        numbers = _layout(value) if isinstance(value, Tensor) else ()
         symbols = sorted({symbol for number in numbers for symbol in _symbols(number)}, key=str)
         return self._lines.get(symbols[0], "an unknown line") if symbols else None
 
@@ -58,10 +57,11 @@ class SizesRead:
             self._lines[symbol] = this_line()
         return made
 
-    def _refuse(self, *_: Any) -> Any:
+    def _refuse(self, read: str, *_: Any) -> Any:
         raise CaptureError(
-            f"{self._what} cannot be captured: at {this_line()} it reads a number with a fraction from a tensor, and a "
-            "graph is the same for all values: keep it in a tensor (without .item()), or leave this stage eager."
+            f"{self._what} cannot be captured: at {this_line()} it reads {read} from a tensor, and a graph is the same "
+            "for all values: keep that in a tensor (without .item(), torch.where instead of an if), or leave this "
+            "stage eager."
         )
 
 
@@ -156,8 +156,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _symbols(number: Any) -> set[Any]:
-    is_symbol = isinstance(number, (torch.SymInt, torch.SymBool))
-    return set(number.node.expr.free_symbols) if is_symbol else set()
+    return set(number.node.expr.free_symbols) if isinstance(number, torch.SymInt) else set()
 
 
 def _new_mode() -> Any:

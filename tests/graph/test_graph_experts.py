@@ -212,6 +212,13 @@ def test_shards_are_gathered_once_and_reduced_once(rank: int) -> None:
 # Other sizes
 
 
+def at_most(number: Tensor, most: int) -> int:
+    size = number.item()
+    torch._check(size >= 0)
+    torch._check(size <= most)
+    return size
+
+
 def two_counts(x: Tensor) -> list[int]:
     sizes = torch.stack(((x[:, 0] > 0).sum(), (x[:, 0] <= 0).sum())).tolist()
     torch._check(sum(sizes) == len(x))
@@ -235,7 +242,7 @@ class Sizes(nn.Module):
 LINES = [
     "self.other(y[y.mean(1) > 0]).sum(0)",
     "y[(y.mean(1) > 0).nonzero()[:, 0]].square().sum(0)",
-    "self.linear(y[: (x[:, 0] > 0).sum().item()]).sum()",
+    "self.linear(y[: at_most((x[:, 0] > 0).sum(), len(x))]).sum()",
     "sum(self.other(part).sum() for part in y.split(two_counts(x)))",
     "y.roll(x[0, 0].long().item(), 0)",
     "y * self.seen.add_((x > 0).nonzero().shape[0])",
@@ -265,14 +272,8 @@ def test_sizes_that_depend_on_values(line: str, recompute: bool) -> None:
         assert differing(*results) == []
 
 
-def at_most_two(x: Tensor) -> Tensor:
-    number = (x > 0).sum().item()
-    torch._check(number <= 2)
-    return x.new_ones(number).sum()
-
-
 def test_what_a_stage_says_of_its_sizes_is_checked_in_each_forward() -> None:
-    stage = capture(Sizes("at_most_two(x)"), (tokens(6),))
+    stage = capture(Sizes("x.new_ones(at_most((x > 0).sum(), 2)).sum()"), (tokens(6),))
     x = -torch.ones(6, HIDDEN)
     stage(x)
     x[:3, 0] = 1

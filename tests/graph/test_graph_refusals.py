@@ -143,7 +143,7 @@ CACHE = 'cache = vars(self).setdefault("cache", {"calls": 0});'
     ("line", "said"),
     [
         ("made[-1] if len(made[-1][made[-1] > 0]) > 3 else made[0]", r"forwards.py:\d+ \(.*goes by the values"),
-        ("made[-1] * (made[-1].max() > 0).item()", r"forwards.py:\d+ \(.*reads from a tensor whether something is so"),
+        ("made[-1] * (made[-1].max() > 0).item()", r"forwards.py:\d+ \(.*reads whether something is so"),
         ("made[-1] * made[-1].detach().max().item()", r"forwards.py:\d+ \(.*a number with a fraction"),
         ("torch.manual_seed(3); z = made[-1]", r"forwards.py:\d+ \(.* it sets the seed"),
         ("torch.cuda.default_generators[0].manual_seed(3); z = made[-1]", "it sets the seed or the state"),

@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.norm2, self.moe = nn.LayerNorm(width), MoE(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + F.silu(self.dense(self.norm1(x)))
+        x = x + F.gelu(self.dense(self.norm1(x)))
         return x + self.moe(self.norm2(x))
 
 
