@@ -81,9 +81,10 @@ def partition(joint: Joint, num_weights: int = 0, saved: Collection[Node] | None
     differentiable = [n for n, tangent in enumerate(joint.tangents) if tangent is not None]
     tangents = [tangent for tangent in joint.tangents if tangent is not None]
     done = [*joint.outputs, *joint.mutated.values()]
-    # Numbers that nothing reads, and what is known of sizes.
-    besides = [node for node in owner.graph.nodes if is_check(node) or (is_random(node) and not node.users)]
     after_tangents = dependents(owner, tangents)
+    # Numbers that nothing reads, and what is known of sizes.
+    idle = [node for node in owner.graph.nodes if is_check(node) or (is_random(node) and not node.users)]
+    besides = [node for node in idle if node not in after_tangents]
     backward = extract(owner, [*read, *wanted, *tangents], grads, lambda node: node not in after_tangents)
     for dropped, again in dropouts:
         again.replace_all_uses_with(dropped)
