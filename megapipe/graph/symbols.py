@@ -83,13 +83,20 @@ def is_check(node: Node) -> bool:
 
 
 def sizes_in(owner: GraphModule, values: Iterable[Node]) -> list[Node]:
-    """The nodes that give the symbols in the layouts of `values`: compiled code must be told what they stand for."""
-    tensors = [value.meta["val"] for value in values if isinstance(value.meta.get("val"), Tensor)]
-    symbols = {symbol for tensor in tensors for number in _layout(tensor) for symbol in _symbols(number)}
+    """The nodes that give the symbols in the layouts of `values`: compiled code must be told what they stand for. Where
+    there is none, as in a graph cut out of another, one is inserted."""
+    tensors = [value for value in values if isinstance(value.meta.get("val"), Tensor)]
+    symbols = {symbol for node in tensors for number in _layout(node.meta["val"]) for symbol in _symbols(number)}
     found: dict[Any, Node] = {}
     for node in owner.graph.nodes if symbols else ():
         if is_size(node) and (symbol := node.meta["val"].node.expr) in symbols:
             found.setdefault(symbol, node)
+    for node in tensors:
+        for dim, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, torch.SymInt) and (symbol := size.node.expr) in symbols - found.keys():
+                with owner.graph.inserting_after(node):
+                    found[symbol] = owner.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                found[symbol].meta = {"val": size}
     assert len(found) == len(symbols), f"nothing gives {symbols - found.keys()}"
     return list(found.values())
 
