@@ -54,6 +54,28 @@ def test_experts_shared_out_are_equal_to_eager_for_every_routing(rank: int, reco
         assert differing(run_all(captured, biases, num_tokens, split), expected) == []
 
 
+@pytest.mark.parametrize("way", ["autocast", "eval", "one token for each expert", "in bfloat16"])
+@on_ranks(2)
+def test_experts_in_other_ways(rank: int, way: str) -> None:
+    """In bfloat16, and under autocast, all experts are one kernel, `torch._grouped_mm`."""
+    settings, num_tokens = ({"moe_topk": 4}, 1) if "one token" in way else ({}, 12)
+    stages = [make_stage(dist.group.WORLD, 1, **settings) for _ in range(2)]
+    x = tokens(num_tokens)
+    for stage in stages:
+        stage.train(way != "eval")
+        if way == "in bfloat16":
+            stage.bfloat16()
+            x = x.detach().bfloat16().requires_grad_()
+    biases = [both[rank] for both in ROUTINGS.values()]
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        capture(stages[1], (x,))
+        ws = of_stage(stages[1]).split.weights
+    expected, found = (run_all(stage, biases, num_tokens, stage is stages[1], way == "autocast") for stage in stages)
+    assert differing(found, expected) == []
+    operators = [str(node.target) for w in ws for node in w.graph.graph.nodes]
+    assert operators.count("megapipe.grouped_gradient.default") == 2, "one for each layer of all experts"
+
+
 @pytest.mark.soak
 @on_ranks(2)
 def test_compiled_experts_are_eager_but_for_rounding(rank: int) -> None:

@@ -60,7 +60,9 @@ def steer(stage: nn.Module, bias: Sequence[float]) -> None:
         block.moe.router.bias.copy_(torch.tensor(bias))
 
 
-def run_all(stage: nn.Module, biases: Sequence[Sequence[float]], num_tokens: int, split: bool) -> list[Tensor]:
+def run_all(
+    stage: nn.Module, biases: Sequence[Sequence[float]], num_tokens: int, split: bool, autocast: bool = False
+) -> list[Tensor]:
     """A microbatch for each of the biases: outputs, gradients of inputs and of parameters, and buffers. All forwards
     come first, as in a pipeline that fills: several are under way, and in backwards the bias is another."""
     torch.manual_seed(100)
@@ -69,11 +71,13 @@ def run_all(stage: nn.Module, biases: Sequence[Sequence[float]], num_tokens: int
         if name.endswith("load"):
             buffer.zero_()
     under_way, results, ws = [], [], []
+    dtype = next(stage.parameters()).dtype
     for bias in biases:
-        x = torch.randn(num_tokens, HIDDEN, requires_grad=True)
+        x = torch.randn(num_tokens, HIDDEN, dtype=dtype, requires_grad=True)
         steer(stage, bias)
-        y = stage(x)
-        under_way.append((x, y, torch.randn(num_tokens, HIDDEN)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = stage(x)
+        under_way.append((x, y, torch.randn_like(y)))
         results.append(y.detach().clone())
     for x, y, grad in under_way:
         deferred = DeferredGrads()
