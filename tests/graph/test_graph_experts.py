@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx import GraphModule
 
 from megapipe import graph
@@ -187,7 +189,36 @@ def test_the_host_waits_while_the_device_has_the_other_part(rank: int) -> None:
     assert sum(products > 0 for *_, products in found) >= 7, found
 
 
-# Beside replicas
+# Beside replicas and tensor parallelism
+
+
+class BesideTensorParallel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+        self.experts = make_stage(dist.group.WORLD, 1)
+        shares = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(self, init_device_mesh("cpu", (2,)), shares)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(self.up(x).relu())
+        return self.experts(x.index_put((x[:, 0] > 0,), x[x[:, 0] > 0].sin()))
+
+
+@on_ranks(2)
+def test_layers_that_share_out_matrices(rank: int) -> None:
+    torch.manual_seed(5)
+    x = tokens(12)
+    eager, captured = BesideTensorParallel(), capture(BesideTensorParallel(), (x,))
+    results = []
+    for stage in (eager, captured):
+        again = x.detach().requires_grad_()
+        y = stage(again)
+        y.sin().sum().backward()
+        grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in stage.parameters()]
+        results.append([y, again.grad, *grads])
+    assert differing(*results) == []
 
 
 @on_ranks(4)
