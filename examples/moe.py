@@ -9,7 +9,8 @@ It keeps nothing of a microbatch on itself: one may be in its forward while anot
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Router(nn.Module):
             probabilities = F.linear(tokens.float(), self.weight.float()).softmax(-1)
             experts = (probabilities + self.bias).topk(self.topk).indices
         if self.training and torch.is_grad_enabled():
-            self.load += torch.bincount(experts.flatten(), minlength=len(self.load))
+            self.load += count(experts, len(self.load))
         weights = probabilities.gather(-1, experts)
         weights = weights / weights.sum(-1, keepdim=True)
         if self.aux_loss_coeff and torch.is_grad_enabled():
@@ -78,10 +79,16 @@ def balance_loads(modules: Iterable[nn.Module], rate: float, group: dist.Process
         router.load.zero_()
 
 
+def count(experts: Tensor, num_experts: int) -> Tensor:
+    """How often each was chosen. torch.bincount would wait for an accelerator."""
+    numbers = torch.arange(num_experts, device=experts.device)
+    return (experts.flatten() == numbers.unsqueeze(1)).sum(1)
+
+
 def load_balancing_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
     """Number of experts times the sum over them of: share of tokens that chose it x mean probability. 1 when even."""
     num_experts = probabilities.shape[-1]
-    shares = torch.bincount(experts.flatten(), minlength=num_experts) / experts.numel()
+    shares = count(experts, num_experts) / experts.numel()
     return num_experts * (shares * probabilities.mean(0)).sum()
 
 
@@ -120,7 +127,7 @@ class MLP(nn.Module):
         super().__init__()
         self.up, self.down = up, down
 
-    def forward(self, tokens: Tensor, *tokens_per_expert: list[int]) -> Tensor:
+    def forward(self, tokens: Tensor, *tokens_per_expert: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(tokens, *tokens_per_expert)), *tokens_per_expert)
 
 
@@ -147,13 +154,17 @@ class MoE(nn.Module):
                 f"multiple of {self.group_size}."
             )
         self.num_local_experts = config.num_experts // self.group_size
-        up, down = (config.hidden_size, 4 * config.hidden_size), (4 * config.hidden_size, config.hidden_size)
         self.router = Router(config)
-        self.experts = MLP(*(GroupedLinear(self.num_local_experts, *sizes) for sizes in (up, down)))
-        self.shared = MLP(Linear(*up), Linear(*down))
+        self.experts = self.make_mlp(config, partial(GroupedLinear, self.num_local_experts))
+        self.shared = self.make_mlp(config, Linear)
         for parameter in self.experts.parameters():
             parameter.allreduce = False
             parameter.first_expert = group_rank * self.num_local_experts
+
+    def make_mlp(self, config: Any, linear: Callable[[int, int], nn.Module]) -> nn.Module:
+        """Of the experts, and of the one that all tokens go through."""
+        width = 4 * config.hidden_size
+        return MLP(linear(config.hidden_size, width), linear(width, config.hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
         return run_segments(self.forward_segments(x))
@@ -163,7 +174,7 @@ class MoE(nn.Module):
         weights, experts = self.router(tokens)
         order = experts.flatten().argsort(stable=True)
         sent, received = self._exchange_counts(experts)
-        input_splits, output_splits = sent.sum(1).tolist(), received.sum(1).tolist()
+        input_splits, output_splits = self._read_splits(sent, received, len(order))
 
         copies = tokens.unsqueeze(1).expand(-1, self.router.topk, -1).flatten(0, 1)
         dispatch = start_all_to_all(Permute.apply(copies, order), output_splits, input_splits, self.group)
@@ -172,9 +183,10 @@ class MoE(nn.Module):
         arrived = dispatch.wait()
 
         # Bring the tokens of each of our experts together, whichever rank they came from.
-        owners = torch.arange(self.num_local_experts).repeat(self.group_size).repeat_interleave(received.flatten())
-        by_expert = owners.argsort(stable=True).to(x.device)
-        computed = self.experts(Permute.apply(arrived, by_expert), received.sum(0).tolist())
+        owners = torch.arange(self.num_local_experts, device=x.device).repeat(self.group_size)
+        owners = owners.repeat_interleave(received.flatten(), output_size=sum(output_splits))
+        by_expert = owners.argsort(stable=True)
+        computed = self.experts(Permute.apply(arrived, by_expert), received.sum(0))
         to_send = Permute.apply(computed, by_expert.argsort())
         combine = start_all_to_all(to_send, input_splits, output_splits, self.group)
         yield
@@ -182,16 +194,23 @@ class MoE(nn.Module):
         routed = (returned.unflatten(0, (-1, self.router.topk)) * weights.unsqueeze(-1)).sum(1)
         return (shared + routed).view_as(x)
 
-    def _exchange_counts(self, experts: Tensor) -> Tensor:
+    def _exchange_counts(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """How many of our tokens go to each rank and expert there, and how many come from each rank for each of our
-        experts: [2, group_size, num_local_experts], on the host, since they are the sizes of all that follows. The one
-        wait that cannot be filled."""
-        sent = torch.bincount(experts.flatten(), minlength=self.group_size * self.num_local_experts)
-        received = sent
-        if self.group is not None:
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=self.group)
-        return torch.stack((sent, received)).view(2, self.group_size, self.num_local_experts).cpu()
+        experts, both [group_size, num_local_experts]."""
+        sent = count(experts, self.group_size * self.num_local_experts)
+        each = [self.num_local_experts] * self.group_size
+        received = start_all_to_all(sent, each, each, self.group).wait()
+        return sent.view(self.group_size, -1), received.view(self.group_size, -1)
+
+    def _read_splits(self, sent: Tensor, received: Tensor, num_rows: int) -> list[list[int]]:
+        """How many rows go to each rank, and come from each: the one time that the host waits for the device."""
+        if self.group is None:
+            return [[num_rows], [num_rows]]
+        splits: list[list[int]] = torch.stack((sent, received)).sum(2).cpu().tolist()
+        for size in (*splits[0], *splits[1]):  # what a captured stage has no other way to know
+            torch._check(size >= 0)
+        torch._check(sum(splits[0]) == num_rows)
+        return splits
 
 
 def whole_names(name: str, parameter: nn.Parameter, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 2 --schedule gpipe
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 2 --schedule zbv \\
         --num-experts 8 --expert-model-parallel-size 2
+    torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 2 --schedule dualpipev \\
+        --num-experts 8 --expert-model-parallel-size 2 --stage-backend inductor
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 4 --schedule zbv \\
         --stage-backend graph
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --pipeline-model-parallel-size 4 --seq-length 4096 \\
@@ -59,7 +61,7 @@ MODEL = {
 PARALLEL = {
     "pipeline_model_parallel_size": (1, "", count),
     "num_virtual_stages_per_pipeline_rank": (count, ""),
-    "stage_backend": (("eager", "graph", "inductor"), "captured graphs, compiled or not (torch 2.9; no experts)"),
+    "stage_backend": (("eager", "graph", "inductor"), "captured graphs, compiled or not (torch 2.9)"),
     "warm_up": (False, "compile all stages side by side before the first step"),
     "expert_model_parallel_size": (1, "replicas that share out experts", count),
     "data_parallel_shard_size": (1, "replicas that share out parameters", count),

@@ -7,8 +7,9 @@ from ..first_use import names_on_first_use
 if TYPE_CHECKING:
     from .captured import CapturedStage, capture
     from .compile import compile_graph
+    from .errors import CaptureError
     from .fsdp_collectives import ShardedJoint, split_fsdp_collectives
-    from .joint import CaptureError, Joint, trace_joint
+    from .joint import Joint, trace_joint
     from .multiplexing import multiplex
     from .partitioning import Partition, partition, recompute
     from .side_effects import setting_no_random_state

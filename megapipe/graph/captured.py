@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_map
 
 from ..activations import restores_of, undoing_changes
 from ..chunks import as_sharded
-from ..weight_grad import capturing
 from .arguments import Arguments, Structure
+from .errors import CaptureError
 from .function import Graphs, OfferedForward, offering, run_forward
-from .joint import CaptureError, trace_joint
+from .joint import trace_joint
 from .partitioning import partition
 from .partitioning import recompute as cut_to_recompute
 from .side_effects import refusing_side_effects
@@ -247,7 +247,6 @@ class _StageGraphs:
             examples = [
                 tensor.detach().requires_grad_(tensor.requires_grad) for tensor in Structure.of(self._example)[1]
             ]
-            around.enter_context(capturing())
             around.enter_context(torch.enable_grad())
             parts_of = [
                 part.requires_grad_(tensor.requires_grad) if part is not tensor else tensor

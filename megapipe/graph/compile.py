@@ -13,9 +13,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
-from .multiplexing import communicates
+from .multiplexing import PART, communicates
+from .symbols import OneMode, is_symbolic
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +37,46 @@ def compile_graph(graph: GraphModule, what: str) -> Compiled:
     Raises:
         RuntimeError: there is no compiler for the device.
     """
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    examples = [node.meta["val"] for node in placeholders]
-    metas = tuple((tuple(e.shape), e.stride(), e.dtype, e.device) for e in examples)
+    graph, examples, facts = _in_one_mode(graph)
+    metas = tuple(_look(example) for example in examples)
     if any(node.op == "get_attr" for node in graph.graph.nodes):  # constants of its own
         return _compile(graph, examples, what)
-    key = (graph.code, metas, *_settings())
+    key = (graph.code, metas, facts, *_settings())
     compiled: Compiled | None = _compiled.get(key)
     if compiled is None:
         compiled = _compiled[key] = _compile(graph, examples, what)
     return compiled
+
+
+def _in_one_mode(graph: GraphModule) -> tuple[GraphModule, list[Any], tuple[str, ...]]:
+    """A graph, examples of its inputs, and facts about their sizes. Of a graph that is made of two, and of one with
+    sizes that depend on values, they are made anew: inductor takes inputs of one trace only, and it is to find out
+    about the values in between by itself."""
+    nodes = list(graph.graph.nodes)
+    examples = [(node.meta.get(PART), node.meta["val"]) for node in nodes if node.op == "placeholder"]
+    is_mixed = any(part is not None for part, _ in examples)
+    if not is_mixed and not any(is_symbolic(value) for node in nodes for value in _values(node)):
+        return graph, [value for _, value in examples], ()
+    mode = OneMode()
+    moved = [mode.move(*example) for example in examples]
+    copied = Graph()
+    copied.set_codegen(graph.graph._codegen)
+    copied.output(copied.graph_copy(graph.graph, {}))
+    for node in copied.nodes:
+        node.meta = {}
+    return GraphModule(graph, copied), moved, tuple(mode.check_facts())
+
+
+def _values(node: Node) -> list[Any]:
+    value = node.meta.get("val")
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _look(example: Any) -> tuple[str, ...]:
+    """All that inductor's code depends on."""
+    if not isinstance(example, Tensor):
+        return (str(example),)
+    return tuple(map(str, (tuple(example.shape), example.stride(), example.dtype, example.device)))
 
 
 def _settings() -> tuple[Any, ...]:

@@ -155,9 +155,10 @@ def run_forward(graphs: Graphs, inputs: list[Tensor], results: tuple[Tensor, ...
 
 def _as_captured(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
     """The casts of autocast are in the graph already."""
-    if not tensors or autocast_dtype(tensors[0].device.type) is None:
+    device = next((tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)), None)  # others are sizes
+    if device is None or autocast_dtype(device) is None:
         return nullcontext()
-    return torch.autocast(tensors[0].device.type, enabled=False)
+    return torch.autocast(device, enabled=False)
 
 
 def _overwrite(inputs: Sequence[Tensor], numbers: Sequence[int], values: Sequence[Tensor]) -> None:
@@ -183,7 +184,10 @@ class _Run(Function):
         ctx.save_for_backward(*(taken[n] for n in parts.read), *aliases)
         ctx.saver = saving()
         keep = as_it_is if ctx.saver is None else ctx.saver.pack
-        ctx.saved = [None if may_alias else keep(value) for value, may_alias in zip(saved, graphs.may_alias)]
+        ctx.saved = [
+            None if may_alias else keep(value) if isinstance(value, Tensor) else _Size(value)
+            for value, may_alias in zip(saved, graphs.may_alias)
+        ]
         ctx.mark_non_differentiable(*(out for n, out in enumerate(outputs) if n not in parts.differentiable))
         return tuple(outputs)
 
@@ -211,7 +215,10 @@ def _arguments_of_backward(ctx: Any, output_grads: Sequence[Tensor]) -> list[Ten
     num_read = len(graphs.partition.read)
     aliases = iter(again[num_read:])
     fetch = as_it_is if ctx.saver is None else ctx.saver.unpack
-    saved = [next(aliases) if value is None else fetch(value) for value in ctx.saved]
+    saved = [
+        next(aliases) if value is None else value.get() if isinstance(value, _Size) else fetch(value)
+        for value in ctx.saved
+    ]
     ctx.saved = None
     grads = [output_grads[n] for n in graphs.partition.differentiable]
     return [*again[:num_read], *saved, *(laid_out(grad, s) for grad, s in zip(grads, graphs.tangent_strides))]
@@ -222,14 +229,11 @@ def _deferred(
 ) -> list[Tensor | None]:
     """B. Hands the weight gradients to `defer`, one at a time."""
     split = graphs.split
-    kept = {
-        n: save_for_w(arguments[n]) if n >= graphs.first_tangent else SavedTensor(arguments[n])
-        for n in split.kept_inputs
-    }
+    kept = {n: _kept(arguments[n], save_for_w if n >= graphs.first_tangent else SavedTensor) for n in split.kept_inputs}
     first_kept = len(arguments)
     results = graphs.run_with(forward, split.input_gradients, "the input gradients", arguments)
     grads = graphs.shared_out.gradients(results[: split.num_outputs])
-    kept.update((n, save_for_w(value)) for n, value in enumerate(results[split.num_outputs :], first_kept))
+    kept.update((n, _kept(value, save_for_w)) for n, value in enumerate(results[split.num_outputs :], first_kept))
     for weight_gradient in split.weights:
         weight = weights[weight_gradient.output]
         takes = [kept[n] for n in weight_gradient.takes]
@@ -241,15 +245,31 @@ def _deferred(
     return grads
 
 
-def _weight_gradient(graphs: Graphs, weight: WeightGradient, saved: list[SavedTensor]) -> Tensor:
-    arguments = [tensor.get() for tensor in saved]
+class _Size:
+    """A size that depends on values, kept where tensors are."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def get(self) -> int:
+        return self._size
+
+
+def _kept(value: Tensor | int, save: Callable[[Tensor], SavedTensor]) -> SavedTensor | _Size:
+    return save(value) if isinstance(value, Tensor) else _Size(value)
+
+
+def _weight_gradient(graphs: Graphs, weight: WeightGradient, saved: list[SavedTensor | _Size]) -> Tensor:
+    arguments: list[Any] = [one.get() for one in saved]
     (gradient,) = graphs.run(weight.graph, "a weight gradient", arguments)
     return graphs.shared_out.gradient(weight.output, gradient)  # type: ignore[no-any-return]
 
 
-def _add_weight_gradient(graphs: Graphs, weight: WeightGradient, saved: list[SavedTensor], target: Tensor) -> None:
+def _add_weight_gradient(
+    graphs: Graphs, weight: WeightGradient, saved: list[SavedTensor | _Size], target: Tensor
+) -> None:
     if weight.operands is None or as_sharded(target) is not None:
         target.add_(_weight_gradient(graphs, weight, saved))
         return
-    left, right = weight.operands.forward([tensor.get() for tensor in saved])
+    left, right = weight.operands.forward([one.get() for one in saved])
     add_weight_gradient(target, right, left.t())

@@ -6,22 +6,23 @@ from 2.9 on. Its graph is functional (no operator changes a tensor), and each in
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import linecache
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from ..weight_grad import capturing
+from .errors import CaptureError, line_in
 from .nodes import drop_idle_views
+from .reads import split_reads
 from .strides import lay_out_as_traced
+from .symbols import SizesRead
 
 _FOREIGN = (
     "it uses a tensor that is no parameter, buffer or input of its own, or one from a cache: register it as a buffer, "
@@ -40,10 +41,6 @@ _REFUSED = {
 }
 """What torch says of a forward, and what is said instead."""
 _NO_ALIAS = ("non_alias", "unsafe_view_alias", "custom_function_view")
-
-
-class CaptureError(ValueError):
-    """A function that cannot be made into a graph. The message names the line."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +69,53 @@ def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
 
     The function is run a few times, on tensors without values. The effect of torch.utils.checkpoint is not in the
     graph: a checkpointed part is run once (see `recompute`). Outputs that share memory with inputs or each other are
-    copied in the graph.
+    copied in the graph. Whole numbers that it reads from tensors are nodes, and may be sizes of tensors within.
 
     Args:
         what: names the function in errors.
 
     Raises:
-        CaptureError: the function asks for values of tensors or has shapes that depend on them. It names the line.
+        CaptureError: the function goes by values of tensors otherwise, as an `if` does, or what it returns has sizes
+            that depend on them. It names the line.
     """
+    values_are_asked_for = _asking_for_values()
+    try:
+        return _trace(function, tuple(inputs), what)
+    except values_are_asked_for:
+        read = SizesRead(what)  # a trace of tensors with values takes no sizes from them
+    try:
+        joint = _trace(function, read.without_values(inputs), what)
+    except values_are_asked_for as error:
+        line = line_in(traceback.extract_tb(error.__traceback__))
+        raise CaptureError(
+            f"{what} cannot be captured: at {line} it goes by the values of a tensor, and a graph is the same for all "
+            "values. Write it without (torch.where instead of an if), say what is so of a size for all values "
+            "(torch._check(sum(sizes) == len(x))), or leave this stage eager."
+        ) from error
+    _refuse_values(joint, read, what)
+    read.insert_checks(joint.owner)
+    split_reads(joint.owner)
+    return joint
+
+
+def _asking_for_values() -> tuple[type[Exception], ...]:
+    """What torch raises where a function goes by values of tensors that have none."""
+    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    fake = importlib.import_module("torch._subclasses.fake_tensor")
+    return (
+        shapes.GuardOnDataDependentSymNode,
+        fake.DataDependentOutputException,
+        fake.DynamicOutputShapeException,
+        shapes.PendingUnbackedSymbolNotFound,
+    )
+
+
+def _trace(function: Callable[..., tuple[Tensor, ...]], inputs: tuple[Tensor, ...], what: str) -> Joint:
     exporter: Any = importlib.import_module("torch._functorch.aot_autograd").aot_export_joint_with_descriptors
     copied: tuple[int, ...] = ()
     while True:
-        with ExitStack() as stack:
-            exported = _export(exporter, stack, _Function(function, copied), tuple(inputs), what)
+        with ExitStack() as stack, capturing():
+            exported = _export(exporter, stack, _Function(function, copied), inputs, what)
         aliases = [
             number
             for number, info in enumerate(exported._aot_state.fw_metadata.output_info)
@@ -97,7 +128,6 @@ def trace_joint(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Te
     drop_idle_views(exported.graph_module)
     _let_views_copy(exported.graph_module)
     joint = _label(exported.graph_module, len(inputs), what)
-    _check(joint, what)
     lay_out_as_traced(joint.owner)
     return joint
 
@@ -121,53 +151,14 @@ def _export(
     config = importlib.import_module("torch._functorch.config")
     stack.enter_context(config.patch(backward_pass_autocast="off"))
     stack.enter_context(importlib.import_module("torch.fx.traceback").preserve_node_meta())
-    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    fake = importlib.import_module("torch._subclasses.fake_tensor")
-    unknown = (
-        shapes.GuardOnDataDependentSymNode,
-        fake.DataDependentOutputException,
-        fake.DynamicOutputShapeException,
-        shapes.PendingUnbackedSymbolNotFound,
-    )
     try:
         return exporter(stack, function, inputs)
-    except unknown as error:
-        raise _depends_on_values(what, line_in(traceback.extract_tb(error.__traceback__))) from error
     except (AssertionError, RuntimeError) as error:
         found = [sentence for said, sentence in _REFUSED.items() if said in str(error)]
         if not found:
             raise
         line = line_in(traceback.extract_tb(error.__traceback__))
         raise CaptureError(f"{what} cannot be captured: at {line} {found[0]}, or leave this stage eager.") from error
-
-
-def _depends_on_values(what: str, line: str) -> CaptureError:
-    return CaptureError(
-        f"{what} cannot be captured: at {line} it goes by the values of a tensor, and a graph is the same for all "
-        "values. Write it without (torch.where instead of an if or a boolean mask), or leave this stage eager."
-    )
-
-
-def line_in(stack: traceback.StackSummary) -> str:
-    """Where in the user's code it is: the innermost frame outside of torch and of this package."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__)
-    frames = [frame for frame in stack if not frame.filename.startswith((*ours, "<"))]  # "<": code made by torch
-    if not frames:
-        return "an unknown line"
-    frame = frames[-1]
-    return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
-
-
-def _line_of_node(node: Node) -> str:
-    """The place, from the stack that the tracer noted down."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    found = "an unknown line"
-    for line in (node.meta.get("stack_trace") or "").splitlines():
-        if line.startswith('  File "'):
-            file, number = line.split('"')[1], line.split(", line ")[1].partition(",")[0]
-            if not file.startswith(ours):
-                found = f"{file}:{number} ({linecache.getline(file, int(number)).strip()})"
-    return found
 
 
 def _let_views_copy(owner: GraphModule) -> None:
@@ -224,10 +215,15 @@ def _label(owner: GraphModule, num_inputs: int, what: str) -> Joint:
     )
 
 
-def _check(joint: Joint, what: str) -> None:
-    for node in joint.owner.graph.nodes:
-        values = node.meta.get("val")
-        for value in values if isinstance(values, (list, tuple)) else (values,):
-            sizes = value.shape if isinstance(value, Tensor) else (value,)
-            if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
-                raise _depends_on_values(what, _line_of_node(node))
+def _refuse_values(joint: Joint, read: SizesRead, what: str) -> None:
+    """What the stage returns, and hands on, has sizes known to all."""
+    # Gradients have the sizes of what they are of.
+    ends = {"returns": joint.outputs, "puts into a buffer": joint.mutated.values()}
+    for verb, nodes in ends.items():
+        for node in filter(None, nodes):
+            if (line := read.line_of(node.meta.get("val"))) is not None:
+                raise CaptureError(
+                    f"{what} cannot be captured: at {line} a size depends on the values of a tensor, and the stage "
+                    f"{verb} a tensor with it, of which others must know the size: pad it to a fixed one, or say it "
+                    "where it is known (.view_as(x)), or leave this stage eager."
+                )

@@ -2,7 +2,8 @@
 
 The operators of each keep their order. The backward goes first; whenever one of the two would wait for a communication
 that it has begun, the other goes on until it would wait too. On an accelerator the order is enough: a communication
-runs on a stream of its own, and a wait holds the stream of the computation and not the host.
+runs on a stream of its own, and a wait holds the stream of the computation and not the host. Where the host waits for
+sizes, the device has the other's operators meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..overlap import wait_in_window
 from .nodes import Boxed, is_start, is_wait
+from .reads import finish_in_window
 
 PART = "megapipe_part"
 """The key in a node's `meta` for its graph: "forward" or "backward"."""
@@ -29,7 +31,7 @@ def with_windows(graph: GraphModule) -> GraphModule:
     copied.output(copied.graph_copy(graph.graph, {}))
     for node in copied.nodes:
         if is_wait(node):
-            node.target = wait_in_window
+            node.target = wait_in_window if len(node.args) == 1 else finish_in_window
     return GraphModule(graph, copied)
 
 

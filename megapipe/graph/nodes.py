@@ -13,6 +13,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils.flop_counter import flop_registry
 
+from .symbols import is_symbolic
+
 _aten = torch.ops.aten
 # Besides matrix products, convolutions and attention: gradients of tables, as large as the table.
 _COMPUTE_BOUND = {
@@ -21,7 +23,10 @@ _COMPUTE_BOUND = {
     _aten._unsafe_index_put,
     _aten.index_add,
     _aten.scatter_add,
+    *filter(None, [getattr(_aten, "_grouped_mm", None)]),
 }
+_OWN = ("megapipe.grouped_linear", "megapipe.grouped_gradient")
+"""Operators of `weight_grad`."""
 
 
 def is_view(node: Node) -> bool:
@@ -40,7 +45,7 @@ def is_compute_bound(node: Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     packet = node.target.overloadpacket
-    return packet in flop_registry or packet in _COMPUTE_BOUND
+    return packet in flop_registry or packet in _COMPUTE_BOUND or str(packet) in _OWN
 
 
 def is_random(node: Node) -> bool:
@@ -61,6 +66,8 @@ def drop_idle_views(owner: GraphModule) -> None:
 def _look_alike(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
+    if is_symbolic(one) or is_symbolic(other):  # by what is written, since a comparison would ask for values
+        return str(_look(one)) == str(_look(other))
     return _look(one) == _look(other)
 
 
@@ -70,19 +77,28 @@ def _look(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def num_bytes(node: Node) -> int:
-    """The size of the tensor that it gives, in elements."""
+    """The size of the tensor that it gives. One that depends on values is larger than all others."""
     value = node.meta["val"]
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+    if not isinstance(value, Tensor):
+        return 0
+    return _UNKNOWN if is_symbolic(value) else value.numel() * value.element_size()
+
+
+_UNKNOWN = 1 << 60
 
 
 def is_start(node: Node) -> bool:
-    """Whether it begins to communicate with other ranks (torch's functional collectives)."""
-    return _is_collective(node) and not is_wait(node)
+    """Whether it begins to communicate with other ranks (torch's functional collectives), or with the host."""
+    return (_is_collective(node) and "wait_tensor" not in str(node.target)) or str(node.target) == _READS[0]
 
 
 def is_wait(node: Node) -> bool:
     """Whether it waits for what `is_start` has begun, and gives the result."""
-    return _is_collective(node) and "wait_tensor" in str(node.target)
+    return (_is_collective(node) and "wait_tensor" in str(node.target)) or str(node.target) == _READS[1]
+
+
+_READS = ("megapipe.start_read.default", "megapipe.finish_read.default")
+"""Operators of `reads.py`."""
 
 
 def _is_collective(node: Node) -> bool:

@@ -2,7 +2,8 @@
 
 A forward is narrow in some places: between the layers of a transformer, and between attention and MLP, nothing is alive
 but the residual stream. `recompute` saves that; backward computes everything between again when it gets there. Nothing
-is drawn or sent twice: random numbers, and tensors that arrived from other ranks, are saved too if backward needs them.
+is drawn, sent or chosen twice: random numbers, tensors that arrived from other ranks, sizes that depend on values, and
+the choices that these sizes come from, are saved too if backward needs them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .nodes import (
     num_bytes,
     storage_of,
 )
+from .symbols import is_check, is_size, sizes_in
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,17 @@ def partition(joint: Joint, num_weights: int = 0, saved: Collection[Node] | None
     differentiable = [n for n, tangent in enumerate(joint.tangents) if tangent is not None]
     tangents = [tangent for tangent in joint.tangents if tangent is not None]
     done = [*joint.outputs, *joint.mutated.values()]
-    drawn = [node for node in owner.graph.nodes if is_random(node) and not node.users]  # numbers that nothing reads
     after_tangents = dependents(owner, tangents)
+    # Numbers that nothing reads, and what is known of sizes.
+    idle = [node for node in owner.graph.nodes if is_check(node) or (is_random(node) and not node.users)]
+    besides = [node for node in idle if node not in after_tangents]
     backward = extract(owner, [*read, *wanted, *tangents], grads, lambda node: node not in after_tangents)
     for dropped, again in dropouts:
         again.replace_all_uses_with(dropped)
     return Partition(
-        forward=extract(owner, joint.inputs, [*done, *wanted], besides=drawn),
+        forward=extract(owner, joint.inputs, [*done, *wanted], besides=besides),
         backward=backward,
-        forward_only=extract(owner, joint.inputs, done, besides=drawn),
+        forward_only=extract(owner, joint.inputs, done, besides=besides),
         num_outputs=len(joint.outputs),
         mutated=tuple(joint.mutated),
         read=tuple(joint.inputs.index(node) for node in read),
@@ -131,6 +135,7 @@ def _boundary(joint: Joint, in_forward: set[Node], saved: Collection[Node] | Non
             wanted.add(node)
             continue
         open_nodes.extend(node.all_input_nodes)
+    wanted.update(sizes_in(joint.owner, wanted))
     in_order = [node for node in joint.owner.graph.nodes if node in wanted]
     return [node for node in in_order if node in inputs], [node for node in in_order if node not in inputs]
 
@@ -183,9 +188,17 @@ def recompute(joint: Joint, num_weights: int = 0) -> Partition:
     saved = {node for cut in _narrowest_cuts(joint, in_forward) for node in cut}
     for node in in_forward:
         source = node.args[0] if node.target is operator.getitem else node
-        if isinstance(source, Node) and (is_random(source) or is_wait(source)):
+        if isinstance(source, Node) and (is_random(source) or is_wait(source) or is_size(node)):
             saved.add(node)
+    # A buffer may have changed since, and another choice would not have these sizes.
+    saved.update(node for node in ancestors(node for node in in_forward if is_size(node)) if _is_choice(node))
     return partition(joint, num_weights, saved)
+
+
+def _is_choice(node: Node) -> bool:
+    value = node.meta.get("val")
+    is_computed = node.op == "call_function" and not is_view(node)
+    return is_computed and isinstance(value, Tensor) and not value.is_floating_point()
 
 
 def _narrowest_cuts(joint: Joint, in_forward: list[Node]) -> list[set[Node]]:
@@ -201,6 +214,8 @@ def _narrowest_cuts(joint: Joint, in_forward: list[Node]) -> list[set[Node]]:
     alive: set[Node] = set()
     places: list[tuple[int, set[Node]]] = []
     for place, node in enumerate(in_forward):
+        if is_size(node):  # which takes no room
+            continue
         if node not in inputs and storage_of(node) is node and last_use.get(node, place) > place:
             alive.add(node)
         alive = {value for value in alive if last_use[value] > place}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..activations import noting_draws, tensors_kept
-from .joint import CaptureError, line_in
+from .errors import CaptureError, line_in, this_line
 
 TORCH = str(Path(torch.__file__).parent)
 CHANGES = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
@@ -39,7 +39,7 @@ def refusing_side_effects(
             tensor or what is registered with a module, keeps a tensor as an attribute of one, or changes a number.
     """
     before = [(tensors_kept(module), _registered(module)) for module in modules]
-    with noting_draws() as drawn, setting_no_random_state(what), _SettingNoData(what):
+    with noting_draws() as drawn, setting_no_random_state(what), _exchanging_in_order(what), _SettingNoData(what):
         yield
     if drawn:
         raise CaptureError(
@@ -67,6 +67,33 @@ def refusing_side_effects(
             f"{what} cannot be captured: its forward changes {numbers[0]}, a number or the length of a list, which a "
             "graph would have once and for all. Keep it in a buffer, run the module once before, if it changes only "
             "then, or leave this stage eager."
+        )
+
+
+@contextmanager
+def _exchanging_in_order(what: str) -> Iterator[None]:
+    """Raises CaptureError where a function of torch.distributed was called that writes to its arguments, which a graph
+    would not order."""
+    places = ("_meta_registrations", "_tools.fake_collectives")  # the second one in torch 2.9
+    modules = (sys.modules.get(f"torch.distributed.{place}") for place in places)
+    of_torch: Any = next((module for module in modules if module is not None), None)
+    if of_torch is None:
+        yield
+        return
+    lines: list[str] = []
+    make = of_torch.create_fakework  # which all of them call where tensors have no values
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        lines.append(this_line())
+        return make(*args, **kwargs)
+
+    with mock.patch.object(of_torch, "create_fakework", note):
+        yield
+    if lines:
+        raise CaptureError(
+            f"{what} cannot be captured: at {lines[0]} it calls a function of torch.distributed that writes to a "
+            "tensor. Take its like in megapipe.overlap (start_all_to_all and others) or in "
+            "torch.distributed._functional_collectives, which return a new one, or leave this stage eager."
         )
 
 
@@ -124,7 +151,7 @@ class _SettingNoData(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function == _SET_DATA:
             raise CaptureError(
-                f"{self._what} cannot be captured: at {line_in(traceback.extract_stack())} it replaces the .data of a "
+                f"{self._what} cannot be captured: at {this_line()} it replaces the .data of a "
                 "tensor, which a graph would not do. Change a buffer in place (copy_), or leave this stage eager."
             )
         return function(*args, **(kwargs or {}))

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .nodes import extract, is_compute_bound, is_view, storage_of
+from .symbols import is_symbolic, sizes_in
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def split_di_dw(backward: GraphModule, weights: Sequence[int]) -> SplitBackward:
         if outputs[number] is not None and reached[outputs[number]] == 1 << number:
             takes = _inputs_of_weight_gradient(outputs[number], reached)
             if takes is not None:
+                takes = list(dict.fromkeys([*takes, *sizes_in(whole, takes)]))
                 parts[number] = (takes, _contiguous_copy(whole, outputs[number]))
     given = set(inputs)
     kept = list(dict.fromkeys(node for takes, _ in parts.values() for node in takes if node not in given))
@@ -129,13 +131,14 @@ def _operands(gradient: Node) -> list[Node] | None:
 
 def _contiguous_copy(owner: GraphModule, output: Node) -> Node:
     """`output`, in memory of its own and contiguous, so that it can become a `.grad` as it is."""
-    if storage_of(output).op == "call_function" and output.meta["val"].is_contiguous():
+    value = output.meta["val"]
+    if storage_of(output).op == "call_function" and not is_symbolic(value) and value.is_contiguous():
         return output
     with owner.graph.inserting_after(output):
         copy = owner.graph.call_function(
             torch.ops.aten.clone.default, (output,), {"memory_format": torch.contiguous_format}
         )
-    copy.meta = {**output.meta, "val": output.meta["val"].contiguous()}
+    copy.meta = {**output.meta, "val": value.contiguous()}
     return copy
 
 

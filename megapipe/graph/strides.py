@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from .arguments import laid_out
+from .symbols import is_symbolic
 
 _KERNELS = (
     "aten::native_group_norm",
@@ -32,7 +33,9 @@ def lay_out_as_traced(owner: GraphModule) -> None:
     for node in [node for node in owner.graph.nodes if _takes_memory_as_it_lies(node)]:
         for source in node.all_input_nodes:
             traced = source.meta.get("val")
-            if isinstance(traced, Tensor) and 0 not in traced.stride():  # what is expanded is so by a view
+            if not isinstance(traced, Tensor) or is_symbolic(traced):
+                continue
+            if 0 not in traced.stride():  # what is expanded is so by a view
                 with owner.graph.inserting_before(node):
                     copy = owner.graph.call_function(_as_traced, (source, traced.stride()))
                 copy.meta = dict(source.meta)

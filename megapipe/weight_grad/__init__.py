@@ -23,8 +23,9 @@ if TYPE_CHECKING:
         is_capturing,
         visit_gradient_nodes,
     )
+    from .grouped import grouped_linear
     from .layer_base import autocast_dtype, once_differentiable
-    from .layers import embedding, grouped_linear, linear, transposed_linear
+    from .layers import embedding, linear, transposed_linear
     from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert, let_convert
     from .products import add_weight_gradient
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -58,33 +57,6 @@ def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) ->
     if not can_defer(weight):
         return F.embedding(tokens, weight, padding_idx)
     return _Embedding.apply(tokens, weight, padding_idx)  # type: ignore[no-any-return]
-
-
-def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Sequence[int] | Tensor) -> Tensor:
-    """A linear layer per expert, without bias, with a deferred weight gradient.
-
-    Args:
-        x: [tokens, in], the tokens of the first expert first, then those of the second.
-        weight: [experts, out, in].
-        tokens_per_expert: one number per expert, 0 allowed. A tensor on an accelerator is read back, which waits for
-            it: better a list, or a tensor on the CPU.
-
-    Returns:
-        [tokens, out], in the order of x.
-
-    Raises:
-        ValueError: `tokens_per_expert` has another length than `weight`, another sum than x has rows, or a negative
-            number.
-    """
-    counts = tokens_per_expert.tolist() if isinstance(tokens_per_expert, Tensor) else list(tokens_per_expert)
-    if len(counts) != len(weight) or sum(counts) != len(x) or min(counts, default=0) < 0:
-        raise ValueError(
-            f"tokens_per_expert must share out the {len(x)} rows of x among {len(weight)} experts, but it is {counts}, "
-            f"{sum(counts)} rows for {len(counts)} experts: give one number per expert of weight."
-        )
-    if not can_defer(weight):
-        return torch.cat([F.linear(part, matrix) for part, matrix in zip(torch.split(x, counts), weight)])
-    return _GroupedLinear.apply(x, weight, counts)  # type: ignore[no-any-return]
 
 
 class _Linear(Layer):
@@ -188,44 +160,3 @@ def _add_embedding(kept_tokens: SavedTensor, kept_grad: SavedTensor, padding: in
     sums_of = sums_of.masked_fill_(tokens == padding, num_tokens)
     sums = _sum_rows(sums_of, rows(grad), num_tokens + 1, num_tokens)
     target.index_add_(0, rows_of, sums[:-1])
-
-
-class _GroupedLinear(Layer):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        ctx.weight, ctx.counts = weight, counts
-        x, cast_weight, _ = as_autocast(x, weight, None)
-        ctx.save_for_backward(x, weight)
-        output = x.new_empty(len(x), weight.shape[1])
-        for part, matrix, out in zip(torch.split(x, counts), cast_weight, torch.split(output, counts)):
-            torch.mm(part, matrix.t(), out=out)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.empty_like(x)
-            matrices = weight.to(x.dtype)
-            for part, matrix, out in zip(torch.split(grad, ctx.counts), matrices, torch.split(grad_x, ctx.counts)):
-                torch.mm(part, matrix, out=out)
-        both = SavedTensor(x.detach()), save_for_w(grad)
-        compute = partial(_grouped_gradient, *both, ctx.counts, ctx.weight.dtype)
-        add_to = partial(add, compute) if x.is_cpu else partial(_add_grouped, *both, ctx.counts)
-        return grad_x, deferred_gradient(ctx, 1, ctx.weight, compute, add_to), None
-
-
-def _grouped_gradient(kept_x: SavedTensor, kept_grad: SavedTensor, counts: list[int], dtype: torch.dtype) -> Tensor:
-    x, grad = kept_x.get(), kept_grad.get()
-    result = x.new_empty(len(counts), grad.shape[1], x.shape[1])
-    for part, part_grad, out in zip(torch.split(x, counts), torch.split(grad, counts), result):
-        torch.mm(part_grad.t(), part, out=out)
-    return result.to(dtype)
-
-
-def _add_grouped(x: SavedTensor, grad: SavedTensor, counts: list[int], target: Tensor) -> None:
-    for part, part_grad, out in zip(torch.split(x.get(), counts), torch.split(grad.get(), counts), target):
-        if len(part):
-            add_weight_gradient(out, part, part_grad)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import convolution, layers
+from .grouped import grouped_linear
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -75,7 +76,7 @@ class GroupedLinear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, input: Tensor, tokens_per_expert: Sequence[int] | Tensor) -> Tensor:
-        return layers.grouped_linear(input, self.weight, tokens_per_expert)
+        return grouped_linear(input, self.weight, tokens_per_expert)
 
     def extra_repr(self) -> str:
         num_experts, out_features, in_features = self.weight.shape

@@ -147,6 +147,8 @@ class Odd(nn.Module):
         self.in_list = weights = [self.linear.weight]
         self.closure = lambda x: x @ weights[0]
         self.last: Tensor | None = None
+        if kind == "experts":
+            self.experts = weight_grad.GroupedLinear(2, HIDDEN, HIDDEN)
         if kind == "late buffer":
             self.register_buffer("mean", None)
 
@@ -180,6 +182,22 @@ def conjugated(z: Tensor) -> Tensor:
     return torch.tanh((z.conj() * z * z).real + torch.sin(z.conj().imag))
 
 
+def by_experts(odd: Odd, x: Tensor) -> Tensor:
+    """Each token goes to the one of two experts that it chooses, none to be dropped."""
+    tokens = x.flatten(0, -2)
+    shares, chosen = odd.linear(tokens)[:, :2].softmax(1).max(1)
+    counts = (chosen == torch.arange(2).unsqueeze(1)).sum(1)
+    order = chosen.argsort(stable=True)
+    routed = odd.experts(tokens[order], counts)[order.argsort()]
+    return x + torch.tanh(routed * shares.unsqueeze(1)).view_as(x)
+
+
+def by_mask(odd: Odd, x: Tensor) -> Tensor:
+    """Only some tokens are changed, as many as there are."""
+    mask = x.mean(-1) > 0
+    return x.index_put((mask,), torch.tanh(odd.linear(x[mask])))
+
+
 ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "idle": lambda odd, x: x,
     "strided": lambda odd, x: odd.bend(x.transpose(0, 1)).transpose(0, 1),
@@ -190,6 +208,8 @@ ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
     "weight in list": lambda odd, x: x + torch.tanh(x @ odd.in_list[0]),
     "weight in closure": lambda odd, x: x + torch.tanh(odd.closure(x)),
     "used twice": lambda odd, x: odd.bend(odd.bend(x)),
+    "experts": by_experts,
+    "rows of a mask": by_mask,
     "lazy": Odd.bend,
     "late buffer": with_statistics,
     "new buffer": with_statistics,

@@ -175,6 +175,8 @@ OF_FEATURES = [
     Case("1f1b", 2, 3, [OddLayers({0: "late buffer", 2: "weight in closure"})], steps=2),
     Case("zb1p", 2, 3, [OddLayers({0: "idle", 1: "strided", 2: "weight in list"}), DEFERRING]),
     Case("zb1p", 2, 5, [OddLayers({0: "used twice", 2: "Python's random numbers"}), DEFERRING], steps=2),
+    Case("zb1p", 2, 3, [OddLayers({0: "experts", 2: "rows of a mask"}), DEFERRING]),
+    Case("zbv", 2, 3, [OddLayers({0: "experts", 2: "rows of a mask"}), Forms(["captured", "captured recomputed"])]),
     Case(
         "zbv", 2, 5, [OddLayers({1: "used twice", 3: "used twice"}), DEFERRING, Frozen([("layers.1.",), ()])], steps=2
     ),

@@ -81,6 +81,12 @@ def check_gpu(tables: Tables) -> None:
     assert "torch 1F1B" in [row[0] for row in tables["gpu-schedules"]]
 
 
+def check_experts_on_a_device(tables: Tables) -> None:
+    assert tables.keys() == {*re.findall(r"<!-- table (experts\S*) -->", (BENCHMARKS / "TABLES.md").read_text())}
+    assert [row[1] for row in tables["experts-same"]] == ["16 of 16"] * 2
+    assert [row[1:4] for row in tables["experts-pairs"]] == [["0e+00", "0e+00", "0"], ["0e+00", "0e+00", "2"]]
+
+
 COMMANDS: list[tuple[str, Callable[[Tables], None] | None]] = [
     ("schedules --pp 2 --microbatches 4 --milliseconds 1 --rounds 1 --block 1 --runners "
      "'megapipe zbv,torch ZBVZeroBubble'", check_schedules),
@@ -90,6 +96,8 @@ COMMANDS: list[tuple[str, Callable[[Tables], None] | None]] = [
      "'stages alone,bare-loop zbv,megapipe gpipe,megapipe 1f1b (deferring layers),torch 1F1B'", check_compute),
     ("steps --pp 2 --microbatches 4 --milliseconds 1 --steps 3", check_steps),
     (f"gpu {GPU} --layers 2 --microbatches 2 --captures eager,captured --memory-ranks 2", check_gpu),
+    ("gpu_experts --device cpu --dtype float32 --hidden-size 32 --heads 2 --expert-size 16 --experts 8 --topk 2 "
+     "--tokens 64 --layers 1 --repeats 2 --ways eager,captured", check_experts_on_a_device),
     ("tuned --pp 2 --rounds 2 --milliseconds 1 --schedules zbv", None),
     ("tensor_parallel --layers 2 --hidden 32 --tokens 32 --latencies 0 1 --rounds 1 --microbatches 2", None),
     ("activations --pp 2 --microbatches 4 --milliseconds 1 --rounds 1 --schedules 1f1b zbv", None),

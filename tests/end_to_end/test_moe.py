@@ -226,8 +226,8 @@ def test_equal_to_no_pipelining(ranks: RankPool) -> None:
     per_rank = ranks.run(4, in_a_pipeline, schedules, num_microbatches)
     for first, second in ((0, 1), (2, 3)):
         for ours, theirs in zip(per_rank[first], per_rank[second]):
-            # Per microbatch, 2 layers with dispatch and combine, and both in backward.
-            assert len(ours) == len(theirs) == num_microbatches * 2 * 4
+            # Per microbatch, 2 layers with counts, dispatch and combine, and the last two in backward.
+            assert len(ours) == len(theirs) == num_microbatches * 2 * 5
             for (our_output, our_input, _), (their_output, their_input, _) in zip(ours, theirs):
                 assert (our_output[1], our_input[1]) == (their_input[0], their_output[0])
 

@@ -86,6 +86,48 @@ def test_experts_shared_out(ranks: RankPool, text: str, tmp_path: Path) -> None:
         assert losses == pytest.approx(expected[4:], rel=1e-4)
 
 
+def test_captured_experts(ranks: RankPool, text: str, tmp_path: Path) -> None:
+    """Stages whose sizes depend on values, as eager ones to the last bit: balanced by biases, which change between
+    steps, and by an auxiliary loss. A checkpoint of theirs goes on eagerly, shared out otherwise."""
+    options = f"{text} {MOE} --min-lr 4e-3 --moe-bias-update-rate 1e-2 --dropout 0.0 --schedule dualpipev"
+    shared = f"{options} --expert-model-parallel-size 2 --save {tmp_path}"
+    expected = ranks.run(2, pretrain, 1, f"{shared}/eager --train-iters 2")
+    assert ranks.run(2, pretrain, 1, f"{shared}/captured --train-iters 2 --stage-backend graph") == expected
+    (resumed,) = ranks.run(1, pretrain, 1, f"{options} --load {tmp_path}/captured --train-iters 4")
+    (wanted,) = ranks.run(1, pretrain, 1, f"{options} --load {tmp_path}/eager --train-iters 4")
+    assert resumed == wanted
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev", "combined_1f1b", "combined_zb1p"])
+def test_captured_experts_under_schedules(ranks: RankPool, text: str, schedule: str) -> None:
+    options = f"{text} --num-experts 8 --num-layers 4 --expert-model-parallel-size 2 --schedule {schedule}"
+    if schedule.startswith("combined"):
+        options += " --num-virtual-stages-per-pipeline-rank 2"
+    expected = ranks.run(4, pretrain, 2, options)
+    assert ranks.run(4, pretrain, 2, f"{options} --stage-backend graph") == expected
+
+
+@pytest.mark.soak
+def test_compiled_experts_train(text: str) -> None:
+    """Twenty iterations. In a process of its own, since inductor leaves threads behind."""
+    losses = []
+    for backend in ("eager", "inductor"):
+        command = (
+            f"-m torch.distributed.run --nproc-per-node 2 {EXAMPLES}/pretrain_gpt.py {SMALL} {text} {MOE} "
+            f"--dropout 0.0 --expert-model-parallel-size 2 --schedule dualpipev --stage-backend {backend} "
+            f"--train-iters 20"
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *command.split()], env=environment, timeout=10 * PATIENCE, check=True, capture_output=True
+        )
+        found = re.findall(r"\| loss ([\d.]+)", done.stdout.decode())
+        losses.append([float(one) for one in found])
+    assert len(losses[0]) == 20
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("ep_size", [2, 4])
 @pytest.mark.parametrize("schedule", TRAINING)

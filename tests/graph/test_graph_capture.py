@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tools.against import assert_same_gradients
-from tools.graphs import H, Plain, sequence, skip_without_tracer
+from tools.graphs import H, Plain, quick_inductor, sequence, skip_without_tracer
 from tools.one_layer import backward
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -629,12 +629,6 @@ def test_stages_of_the_same_shape_share_their_compiled_graphs(monkeypatch: pytes
         assert_same(ours, results[0])
     names = ["the forward", "the input gradients", "a weight gradient"]
     assert compiled == [f"{name} of the stage Sequential" for name in names]
-
-
-def quick_inductor() -> Any:
-    """To compile each header, and for each set of instructions that the processor may have, takes half a minute."""
-    inductor = importlib.import_module("torch._inductor.config")
-    return inductor.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False})
 
 
 def test_inductor(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from fuzz.forwards import Forward, judge
 from tools.graphs import H, Part, Plain, sequence, skip_without_tracer
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 
 import megapipe
@@ -35,6 +36,14 @@ class Refused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return getattr(self, self.how)(self.linear(x), x)
+
+    def size_of_output(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return y, y[y > 0] * 2
+
+    def exchange(self, y: Tensor, x: Tensor) -> Tensor:
+        total = y.detach().clone()
+        torch.distributed.all_reduce(total)
+        return y + total
 
     def branch(self, y: Tensor, x: Tensor) -> Tensor:
         if y.sum() > 0:
@@ -99,6 +108,7 @@ class Deferring(torch.autograd.Function):
     ("how", "said"),
     [
         ("branch", r"test_graph_refusals.py:\d+ \(if y.sum\(\) > 0:\) .*leave this stage eager"),
+        ("size_of_output", r"refusals.py:\d+ \(return y, y\[y > 0\] \* 2\) a size depends .* the stage returns"),
         ("seeded", "it sets the seed or the state"),
         ("view", "shares its memory with another"),
         ("removed", "registers, replaces or removes part of Refused"),
@@ -119,14 +129,22 @@ def test_refused(how: str, said: str) -> None:
     assert states == (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[2])
 
 
+@on_ranks(2)
+def test_plain_functions_of_torch_distributed(rank: int) -> None:
+    """Stages with them were said to draw random numbers of Python, which torch does for them while it traces."""
+    with pytest.raises(ValueError, match=r"refusals.py:\d+ \(torch.distributed.all_reduce\(total\)\) it calls a func"):
+        graph.capture(Refused("exchange"), (sequence(),))
+
+
 CACHE = 'cache = vars(self).setdefault("cache", {"calls": 0});'
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("made[-1] + made[-1][made[-1] > 0].sum()", r"forwards.py:\d+ \(.*leave this stage eager"),
-        ("made[-1] * made[-1].detach().max().item()", r"forwards.py:\d+ \(.*leave this stage eager"),
+        ("made[-1] if len(made[-1][made[-1] > 0]) > 3 else made[0]", r"forwards.py:\d+ \(.*goes by the values"),
+        ("made[-1] * (made[-1].max() > 0).item()", r"forwards.py:\d+ \(.*reads whether something is so"),
+        ("made[-1] * made[-1].detach().max().item()", r"forwards.py:\d+ \(.*a number with a fraction"),
         ("torch.manual_seed(3); z = made[-1]", r"forwards.py:\d+ \(.* it sets the seed"),
         ("torch.cuda.default_generators[0].manual_seed(3); z = made[-1]", "it sets the seed or the state"),
         ("with torch.random.fork_rng(devices=[]): F.dropout(made[-1])", "it sets the seed or the state"),

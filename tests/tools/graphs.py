@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
 from tools.against import Received
@@ -34,6 +37,13 @@ class Part(Received):
 
 def sequence() -> Tensor:
     return torch.randn(5, 2, H, requires_grad=True)
+
+
+def quick_inductor() -> Any:
+    """To compile each header, and for each set of instructions that the processor may have, takes half a minute. By
+    threads of its own, which stay, it would not be quicker."""
+    inductor = importlib.import_module("torch._inductor.config")
+    return inductor.patch({"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1})
 
 
 def skip_without_tracer() -> None:

@@ -16,6 +16,7 @@ from ...layouts import distribute_layers
 from ...plan import StageInfo
 from ...runtime import stages_for_rank
 from ...weight_grad import let_convert, transposed_linear
+from . import experts
 from .check import check_cut, check_slices
 from .cut import Crossing
 from .flow import Flow
@@ -38,6 +39,7 @@ def build_chunks(
     device: torch.device | str | None = None,
     seed: int | None = 0,
     attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
     example: Mapping[str, Any] | None = None,
     text_only: bool = False,
     trust_remote_code: bool = False,
@@ -60,6 +62,7 @@ def build_chunks(
         seed: new weights are drawn from it and their names, so that they are the same however the model is cut. None
             leaves them undefined, for `load_weights`.
         attn_implementation: as in transformers.
+        experts_implementation: as in transformers, or "megapipe", which leaves the experts' weight gradients to W.
         example: of a model with towers for images, a microbatch with some, as the whole model is called with it. The
             towers are on the first stage, and so are pixels read there alone.
         text_only: leave out what only reads images: its weights are neither read nor written.
@@ -73,6 +76,9 @@ def build_chunks(
     let_convert_conv1d()
     config = copy.deepcopy(_read_config(model, trust_remote_code))  # transformers writes into it
     _check_config(config, is_text=example is None and not text_only)
+    if experts_implementation is not None:
+        experts.register()
+        config._experts_implementation = experts_implementation
     dtype = dtype or config.dtype or torch.float32
     settings = {"hidden_size": config.get_text_config().hidden_size, "calculate_per_token_loss": True, **settings}
     chunk_config = ChunkConfig(config, **settings)
