@@ -17,6 +17,7 @@ from .loading import load_weights
 from .saving import save_pretrained
 from .stage import ChunkConfig, HuggingFaceStage
 from .step import count_items, forward_step, tie_weights
+from .weights import named_weights
 
 __all__ = [
     "CannotCutError",
@@ -27,6 +28,7 @@ __all__ = [
     "forward_step",
     "generate",
     "load_weights",
+    "named_weights",
     "save_pretrained",
     "tie_weights",
 ]

@@ -54,6 +54,7 @@ class WithAdapters(nn.Module):
         loaded = super().load_adapter(peft_model_id, name, own, **options)  # type: ignore[misc]
         wanted.inference_mode = own.inference_mode
         self._active, self.peft_config[name] = [name], wanted
+        vars(self).pop("_weight_conversions", None)  # those of the adapter's file, which the model's own would follow
         return loaded
 
     def _configs(self, adapter_config: Any, name: str) -> tuple[Any, Any]:
@@ -94,6 +95,11 @@ def _is_adapted(module: nn.Module) -> bool:
 def has_adapters(chunk: Any) -> bool:
     """Whether `add_adapter` has been called."""
     return bool(getattr(chunk, "_hf_peft_config_loaded", False))
+
+
+def adapted_in(chunk: Any) -> dict[str, Any]:
+    """The layers with adapters, by name; nothing where `peft` has made none."""
+    return {name: one for name, one in chunk.named_modules() if has_adapters(chunk) and _is_adapted(one)}
 
 
 def adapters_of(chunk: Any) -> dict[str, Tensor]:
