@@ -113,6 +113,7 @@ NAMES: dict[str, dict[str, str]] = {
         "batches": "data_iterators split_batch",
         "clipping": "clip_grad_norm_",
         "data_parallel": "GradientReducer divide_by_num_tokens",
+        "log_probs": "log_probs_of",
         "optimizer": "OF_EACH_GROUP PipelinedGradScaler PipelinedLRScheduler PipelinedOptimizer load_scheduler",
         "post_validation": "PostValidatedOptimizer finalize_weights",
         "tied_weights": "TiedWeights",

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .batches import data_iterators, split_batch
     from .clipping import clip_grad_norm_
     from .data_parallel import GradientReducer, divide_by_num_tokens
+    from .log_probs import log_probs_of
     from .optimizer import OF_EACH_GROUP, PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer, load_scheduler
     from .post_validation import PostValidatedOptimizer, finalize_weights
     from .tied_weights import TiedWeights
@@ -22,6 +23,7 @@ __all__ = [
     "clip_grad_norm_",
     "data_iterators",
     "divide_by_num_tokens",
+    "log_probs_of",
     "split_batch",
 ]
 

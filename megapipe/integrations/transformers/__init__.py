@@ -14,6 +14,7 @@ from .build import build_chunks
 from .cut import CannotCutError
 from .generation import generate
 from .loading import load_weights
+from .log_probs import token_log_probs
 from .saving import save_pretrained
 from .stage import ChunkConfig, HuggingFaceStage
 from .step import count_items, forward_step, tie_weights
@@ -31,4 +32,5 @@ __all__ = [
     "named_weights",
     "save_pretrained",
     "tie_weights",
+    "token_log_probs",
 ]
