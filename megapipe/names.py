@@ -115,6 +115,7 @@ NAMES: dict[str, dict[str, str]] = {
         "data_parallel": "GradientReducer divide_by_num_tokens",
         "log_probs": "log_probs_of",
         "optimizer": "OF_EACH_GROUP PipelinedGradScaler PipelinedLRScheduler PipelinedOptimizer load_scheduler",
+        "packing": "pack",
         "post_validation": "PostValidatedOptimizer finalize_weights",
         "tied_weights": "TiedWeights",
     },

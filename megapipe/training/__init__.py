@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .data_parallel import GradientReducer, divide_by_num_tokens
     from .log_probs import log_probs_of
     from .optimizer import OF_EACH_GROUP, PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer, load_scheduler
+    from .packing import pack
     from .post_validation import PostValidatedOptimizer, finalize_weights
     from .tied_weights import TiedWeights
 
@@ -24,6 +25,7 @@ __all__ = [
     "data_iterators",
     "divide_by_num_tokens",
     "log_probs_of",
+    "pack",
     "split_batch",
 ]
 
