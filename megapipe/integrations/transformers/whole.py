@@ -42,7 +42,8 @@ def check_kind(config: Any) -> None:
         fields = quantised if isinstance(quantised, dict) else quantised.to_dict()
         raise CannotCutError(
             f"{name} cannot be cut into stages: its weights are quantised ({fields.get('quant_method')}). Save it with "
-            "model.dequantize(), or for new weights take quantization_config out of the config."
+            "model.dequantize(), and for adapters let load_weights(..., after_layer=...) quantise each layer again. "
+            "For new weights take quantization_config out of the config."
         )
 
 
@@ -76,7 +77,7 @@ def keep_in_float32(model: Any) -> None:
 
 
 def allocate(model: Any, device: torch.device | str) -> None:
-    """Memory for a model on the meta device, also for a part of one. Names of one parameter stay so."""
+    """Give memory to a model on the meta device, also to a part of one. Names of one parameter stay so."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -95,18 +96,32 @@ def make_untouched(config: Any, dtype: torch.dtype, attn_implementation: str | N
     return model
 
 
-def initialise(model: Any, seed: int | None) -> None:
+def allocate_around(model: Any, layers: nn.ModuleList, device: torch.device | str) -> None:
+    """Give memory to what is not in the layers, which stay on the meta device."""
+    own, layers._modules = layers._modules, {}
+    try:
+        allocate(model, device)
+    finally:
+        layers._modules = own
+
+
+def initialise(model: Any, seed: int | None, within: str = "") -> None:
     """Initialise as the model does by itself, module by module, each with its own seed; without a seed only its
-    buffers."""
+    buffers.
+
+    Args:
+        within: the name of the module that is initialised, and what is in it.
+    """
     state = model.state_dict() if seed is not None else {}
     for tensor in state.values():
         tensor.fill_(torch.nan) if tensor.is_floating_point() else None
-    for tensor in model.parameters():
+    part = model.get_submodule(within)
+    for tensor in part.parameters():
         tensor._is_hf_initialized = seed is None  # which transformers then leaves alone
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     generators = [torch.default_generator, *(torch.cuda.default_generators[device.index] for device in devices)]
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        for name, module in reversed(list(model.named_modules())):  # those within a module come first
+        for name, module in reversed(list(part.named_modules(prefix=within))):  # those within a module come first
             has_tensors = bool(module._buffers) or any(True for _ in module.parameters())
             if not has_tensors and any(isinstance(one, Absent) for one in module.children()):
                 continue  # some initialise what is in them
@@ -116,7 +131,7 @@ def initialise(model: Any, seed: int | None) -> None:
                 name = name.rpartition(".")[0]  # a model within the model initialises what is in it
             with _without_absent(module):
                 owner._init_weights(module)
-    for tensor in model.parameters():
+    for tensor in part.parameters():
         del tensor._is_hf_initialized
     left = [name for name, tensor in state.items() if tensor.numel() and bool(tensor.flatten()[0].isnan())]
     if left:
