@@ -190,3 +190,18 @@ def test_adapters_in_bf16(ranks: RankPool, folder: Path) -> None:
         assert losses[-1] < losses[0]
     assert (folder / "out" / "adapter_model.safetensors").exists()
     assert not (folder / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("more", ["--quantize nf4 --schedule zbv", "--quantize int8 --bf16"])
+def test_adapters_on_quantised_weights(ranks: RankPool, folder: Path, more: str) -> None:
+    """A run that was interrupted goes on where it was."""
+    for package in ("peft", "torchao", "bitsandbytes"):
+        pytest.importorskip(package)
+    sizes = {"hidden_size": 64, "intermediate_size": 128}  # in a forward alone bitsandbytes takes no smaller ones
+    hf_models.make_model("llama", vocab_size=300, **sizes).save_pretrained(folder)
+    more = f"--lora-rank 4 --train-iters 6 {more}"
+    expected = ranks.run(2, finetune, arguments_for(folder, "chats.jsonl", more))[0]
+    assert expected[-1] < expected[0]
+    ranks.run(2, finetune, arguments_for(folder, "chats.jsonl", f"{more} {into(folder)} --stop-after 3"))
+    losses = ranks.run(2, finetune, arguments_for(folder, "chats.jsonl", f"{more} {into(folder)}"))[0]
+    assert losses == expected[3:]
