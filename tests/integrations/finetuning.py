@@ -1,4 +1,4 @@
-"""examples/finetune_hf.py with a model and a tokenizer made here: `make test-models`."""
+"""examples/finetune_hf.py and grpo.py with a model and a tokenizer made here: `make test-models`."""
 
 from __future__ import annotations
 
@@ -205,3 +205,23 @@ def test_adapters_on_quantised_weights(ranks: RankPool, folder: Path, more: str)
     ranks.run(2, finetune, arguments_for(folder, "chats.jsonl", f"{more} {into(folder)} --stop-after 3"))
     losses = ranks.run(2, finetune, arguments_for(folder, "chats.jsonl", f"{more} {into(folder)}"))[0]
     assert losses == expected[3:]
+
+
+def reinforce(rank: int, arguments: str) -> list[float]:
+    sys.path.insert(0, str(EXAMPLES))
+    import grpo
+
+    rewards: list[float] = grpo.train(grpo.parse_args(arguments.split()))
+    return rewards
+
+
+@pytest.mark.parametrize("more", ["--schedule zbv", "--schedule 1f1b --lora-rank 16 --lr 3e-2 --train-iters 20"])
+def test_rewards_rise(ranks: RankPool, folder: Path, more: str) -> None:
+    """What the model writes has more digits, also where only adapters are trained and the reference has none."""
+    if "lora" in more:
+        pytest.importorskip("peft")
+    (folder / "prompts.txt").write_text("import json\ndef decode(\nThe number is\nx =\n")
+    files = f"--model {folder} --prompts {folder / 'prompts.txt'} --output {folder / 'out'}"
+    sizes = "--lr 3e-3 --train-iters 12 --max-new-tokens 12 --max-tokens 256"
+    rewards = ranks.run(2, reinforce, f"{files} {sizes} {more}")[0]
+    assert sum(rewards[-3:]) > 1.8 * sum(rewards[:3])
