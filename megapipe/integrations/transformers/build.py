@@ -44,7 +44,8 @@ def build_chunks(
     **settings: Any,
 ) -> list[Any]:
     """This rank's chunks of a decoder with a head, for a schedule. Every rank calls it, after
-    `parallel_state.initialize_model_parallel`.
+    `parallel_state.initialize_model_parallel`. The head is the one that the config's `architectures` names: for the
+    next token, or for a score of each token (`...ForTokenClassification`) or sequence (`...ForSequenceClassification`).
 
     Only what a rank holds is ever in its memory. Each chunk is a model of its own class and a `HuggingFaceStage`, has
     the whole model's names, and for its config a `ChunkConfig`, which all chunks share.

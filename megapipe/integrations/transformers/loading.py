@@ -25,7 +25,7 @@ from ...training import finalize_weights
 from .build import default_device, is_meta
 from .cut import Absent, cut
 from .step import tie_weights, tied_names
-from .whole import allocate, allocate_around, initialise, make_meta_model
+from .whole import allocate, allocate_around, classifier_of, initialise, make_meta_model
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """What weights are in, or in several with an index of this name and `.index.json`. The first that is there is read."""
@@ -174,6 +174,9 @@ def _check_missing(chunk: Any, missing: set[str], path: Path) -> None:
     names = ", ".join(sorted(missing))
     head = chunk.get_output_embeddings()
     is_head = {id(parameter) for parameter in (() if head is None else head.parameters())}
+    if classifier_of(chunk.config.model_config) is not None:
+        within = f"{chunk.parts.decoder}."
+        is_head |= {id(parameter) for name, parameter in chunk.named_parameters() if not name.startswith(within)}
     if any(id(parameter) not in is_head for name, parameter in chunk.named_parameters() if name in missing):
         raise ValueError(f"{path} has no weights for {names}.")
     if not chunk.is_drawn:

@@ -31,6 +31,8 @@ def check_kind(config: Any) -> None:
     made = [mapping[type(config)].__name__ for mapping in known if type(config) in mapping]
     if not made:
         raise CannotCutError(f"{name} cannot be cut into stages: it is no decoder with a head for the next token.")
+    if classifier_of(config) is not None:
+        made += config.architectures
     if other := [one for one in config.architectures or () if OTHER_HEAD.search(one) and one not in made]:
         raise CannotCutError(
             f"{other[0]} cannot be cut into stages: {made[0]} would be built, without the weights of its head. "
@@ -45,6 +47,23 @@ def check_kind(config: Any) -> None:
             "model.dequantize(), and for adapters let load_weights(..., after_layer=...) quantise each layer again. "
             "For new weights take quantization_config out of the config."
         )
+
+
+CLASSIFIERS = {
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING": "AutoModelForTokenClassification",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": "AutoModelForSequenceClassification",
+}
+"""What transformers has of models that give a score to each token or sequence, and how it makes them."""
+
+
+def classifier_of(config: Any) -> str | None:
+    """The name in `CLASSIFIERS`, where the config says that its model is one of them."""
+    transformers: Any = importlib.import_module("transformers")
+    for name in CLASSIFIERS:
+        mapping = getattr(transformers, name)
+        if type(config) in mapping and list(config.architectures or ()) == [mapping[type(config)].__name__]:
+            return name
+    return None
 
 
 def has_towers(config: Any) -> bool:
@@ -64,6 +83,8 @@ def make_model(config: Any, dtype: torch.dtype, attn_implementation: str | None 
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     sees = has_towers(config) and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    if (classifier := classifier_of(config)) is not None:
+        kind = getattr(transformers, CLASSIFIERS[classifier])
     return kind.from_config(config, dtype=dtype, **options)
 
 
