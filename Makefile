@@ -24,7 +24,7 @@ TORCHRUN := $(RUN) -m torch.distributed.run
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu test-models test-megatron test-torchtitan test-nodes wheel fuzz soak lint docs site bench \
+.PHONY: help pretrain generate test test-gpu test-models test-megatron test-torchtitan test-rl test-nodes wheel fuzz soak lint docs site bench \
 	bench-all bench-peers bench-packages bench-gpu format clean
 
 help:
@@ -37,6 +37,8 @@ help:
 	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs peft and others)"
 	@echo "make test-megatron  run Megatron's tests of its schedules, on ours; MEGATRON=... is a checkout of Megatron-LM (a minute)"
 	@echo "make test-torchtitan  run the trainers of torchtitan and NeMo Automodel by torch's schedules and by ours (five minutes)"
+	@echo "make test-rl    run the modules of verl and SkyRL that call Megatron's schedules by ours, and the longer comparisons of"
+	@echo "                post-training: packed microbatches whose number changes, quantised weights (ten minutes)"
 	@echo "make test-nodes  run the example on two nodes of a network of its own, with faults (as root; ten minutes)"
 	@echo "make wheel      build the wheel and the sdist, and try the wheel where nothing else is installed"
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
@@ -111,6 +113,19 @@ test-torchtitan: constraints.txt
 	$(TITAN)/bin/pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0 nemo-automodel==0.7.0 spmd_types==0.2.3 \
 		torch_checkpointing torchdata
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(TITAN)/bin/python tests/integrations/trainers_of_torch.py
+
+# Into an environment of its own, with what of their requirements these modules import.
+RL := .venv-rl
+test-rl: constraints.txt
+	$(PYTHON) -m venv $(RL)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(RL)/constraints.txt
+	$(RL)/bin/pip install --quiet --disable-pip-version-check --constraint $(RL)/constraints.txt --editable '.[models,test]' bitsandbytes \
+		torchao omegaconf tensordict hydra-core jaxtyping loguru pydantic codetiming ray
+	$(RL)/bin/pip install --quiet --disable-pip-version-check --constraint $(RL)/constraints.txt --no-deps megatron-core verl==0.9.1 \
+		skyrl==0.3.0
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RL)/bin/python tests/integrations/trainers_of_rl.py
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RL)/bin/python -m pytest tests/integrations/packed_steps.py tests/integrations/quantised.py \
+		tests/integrations/test_weights_of_transformers.py
 
 # Its table goes into docs/reliability.md.
 test-nodes: $(INSTALLED)

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/finetune_hf.py --model path/to/model --data chats.jsonl --output tuned \\
         --pipeline-model-parallel-size 2 --schedule zbv --bf16 --gradient-checkpointing
     torchrun --nproc-per-node 2 examples/finetune_hf.py --model path/to/model --data text.jsonl --output adapter \\
-        --lora-rank 16 --lr 1e-4
+        --lora-rank 16 --lr 1e-4 --quantize nf4
 
 Each line of the data is {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}; the latter takes a
 tokenizer with a chat template, and where that marks what the assistant says, only this is learnt. Documents are packed
@@ -23,6 +23,7 @@ import importlib
 import math
 from typing import Any
 
+import quantising
 import torch
 import torch.distributed as dist
 from hf_data import Sequences, read_data
@@ -51,6 +52,7 @@ MODEL = {
     "pipeline_model_parallel_size": (count, "default: all ranks"),
     "gradient_checkpointing": (False, "compute activations again in backward"),
     "lora_rank": (count, "train adapters of this rank only (needs peft)"),
+    "quantize": ((None, *quantising.KINDS), "keep the weights of layers so, and train --lora-rank adapters on them"),
 }
 DATA = {
     "seq_length": (512, "", count),
@@ -92,6 +94,7 @@ class Trainer(BaseTrainer):
                 f"--global-batch-size {args.global_batch_size}."
             )
         self.find_end(0)
+        self.trained_only = args.lora_rank is not None
         self.chunks = self.build()
         if self.num_replicas > 1:
             reducer = GradientReducer(self.chunks)
@@ -103,17 +106,19 @@ class Trainer(BaseTrainer):
 
     def build(self) -> list[Any]:
         args = self.args
+        if args.quantize and (args.lora_rank is None or args.from_scratch):
+            raise ValueError(f"--quantize {args.quantize} freezes weights that were trained: give --lora-rank too.")
         chunks = build_chunks(
             args.model,
             self.forward_backward,
-            dtype=torch.float32,
-            device=self.device,
+            dtype=torch.bfloat16 if args.quantize and uses_bf16(args, self.device) else torch.float32,
+            device="meta" if args.quantize else self.device,
             seed=args.seed if args.from_scratch else None,
             enable_autocast=uses_bf16(args, self.device),
             autocast_dtype=torch.bfloat16,
         )
         if not args.from_scratch:
-            load_weights(chunks, args.model)
+            load_weights(chunks, args.model, after_layer=quantising.KINDS.get(args.quantize), device=self.device)
         for chunk in chunks:
             if args.lora_rank is not None:
                 add_adapter(chunk, args.lora_rank, args.seed)

@@ -66,6 +66,7 @@ class Trainer:
     warms_up_from = 1
     """In steps of the warm-up: 0 is the rule of transformers."""
     parts: Any = None
+    trained_only = False
     """See `Checkpointer`."""
     forward_step: Any
     chunks: list[Any]
@@ -94,6 +95,7 @@ class Trainer:
             keep_last=args.keep_last,
             asynchronous=args.async_save,
             parts=self.parts,
+            trained_only=self.trained_only,
         )
 
     # What subclasses say

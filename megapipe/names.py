@@ -32,7 +32,12 @@ NAMES: dict[str, dict[str, str]] = {
         "text": "as_text",
         "timeline": "Timeline load_timeline step_time",
     },
-    "megapipe.checkpoint": {"checkpointer": "Checkpointer", "export": "save_safetensors", "reading": "read_position"},
+    "megapipe.checkpoint": {
+        "checkpointer": "Checkpointer",
+        "export": "save_safetensors",
+        "reading": "read_position",
+        "sending": "named_weights",
+    },
     "megapipe.failures": {
         "agreement": "Agreement",
         "board": "Board join_ranks",
@@ -109,7 +114,9 @@ NAMES: dict[str, dict[str, str]] = {
         "batches": "data_iterators split_batch",
         "clipping": "clip_grad_norm_",
         "data_parallel": "GradientReducer divide_by_num_tokens",
+        "log_probs": "log_probs_of",
         "optimizer": "OF_EACH_GROUP PipelinedGradScaler PipelinedLRScheduler PipelinedOptimizer load_scheduler",
+        "packing": "pack",
         "post_validation": "PostValidatedOptimizer finalize_weights",
         "tied_weights": "TiedWeights",
     },

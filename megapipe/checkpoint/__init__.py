@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from .checkpointer import Checkpointer
     from .export import save_safetensors
     from .reading import read_position
+    from .sending import named_weights
 
-__all__ = ["Checkpointer", "read_position", "save_safetensors"]
+__all__ = ["Checkpointer", "named_weights", "read_position", "save_safetensors"]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

@@ -80,6 +80,9 @@ class Checkpointer:
         parts: for parameters that hold a share of something numbered, such as a rank's experts:
             `parts(name, parameter, tensor)` yields named views of `tensor`, which is the parameter or a tensor of its
             shape, so that they can be distributed otherwise when loaded.
+        trained_only: leave out parameters without `requires_grad`, and the buffers of modules that have no others: for
+            adapters on weights that are frozen, quantised ones for example, which the next run has before it loads. The
+            optimizer may hold the frozen ones too.
 
     Raises:
         ValueError: where `keep_last` is below 1.
@@ -96,6 +99,7 @@ class Checkpointer:
         asynchronous: bool = False,
         global_name: GlobalName | None = None,
         parts: Parts | None = None,
+        trained_only: bool = False,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last={keep_last} would leave no checkpoint: keep at least 1, or None for all.")
@@ -105,7 +109,8 @@ class Checkpointer:
         self._others = dict(others or {})
         self._keep_last = keep_last
         self._asynchronous = asynchronous
-        self._naming = (global_name, parts)
+        self._naming = (global_name, parts, trained_only)
+        self._trained_only = trained_only
         self._uses: list[Any] = []  # by rank, the names that have been checked
         self._shared: set[str] = set()
         self._writing: Future[None] | None = None
@@ -274,7 +279,8 @@ class Checkpointer:
             phase.own = reader.checksum, sorted(state.keys(reader, run["aliases"]))
         with self._ranks.together():
             check_one_checkpoint(checkpoint, [checksum for checksum, _ in phase.all])
-            check_all_used(reader, [keys for _, keys in phase.all])
+            if not self._trained_only:  # then a checkpoint of everything has more
+                check_all_used(reader, [keys for _, keys in phase.all])
             load()
             if self._optimizers:  # to go on training
                 seed_random(seed) if states is None else set_random_states(states)

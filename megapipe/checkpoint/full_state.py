@@ -54,20 +54,25 @@ class FullState:
         optimizers: Sequence[torch.optim.Optimizer],
         global_name: GlobalName | None = None,
         parts: Parts | None = None,
+        trained_only: bool = False,
     ) -> None:
         self._chunks = [unwrap(chunk) for chunk in chunks]
         self._optimizers = optimizers
-        self._parts = parts
+        self._parts, self._trained_only = parts, trained_only
         named = global_name or (lambda chunk, name: name)
         self.held = [
             Held(number, local_name, named(chunk, fully_qualified_name(local_name)), value)
             for number, chunk in enumerate(self._chunks)
             for local_name, value in chunk.state_dict(keep_vars=True).items()
         ]
+        everything = self.held
+        if trained_only:
+            kept = {(number, name) for number, chunk in enumerate(self._chunks) for name in _trained_in(chunk)}
+            self.held = [one for one in self.held if (one.chunk, fully_qualified_name(one.local_name)) in kept]
         self._names: dict[int, str] = {}  # of parameters by id; of a tied one the first
         self.aliases: dict[str, str] = {}
         """Further names of tied parameters, with the name they are saved under."""
-        for held in self.held:
+        for held in everything:
             if isinstance(held.value, nn.Parameter):
                 first = self._names.setdefault(id(held.value), held.name)
                 if first != held.name:
@@ -161,7 +166,8 @@ class FullState:
             for number, chunk in enumerate(self._chunks):  # for hooks and extra state: torch copies no tensor to itself
                 own = [held for held in self.held if held.chunk == number]
                 chunk.load_state_dict(
-                    {h.local_name: extra[h.name] if is_extra_state(h) else h.value for h in own}, strict=True
+                    {h.local_name: extra[h.name] if is_extra_state(h) else h.value for h in own},
+                    strict=not self._trained_only,
                 )
 
         return load
@@ -286,6 +292,14 @@ class FullState:
             for group, packed_group in zip(optimizer.param_groups, packed["param_groups"]):
                 for parameter, index in zip(group["params"], packed_group["params"]):
                     yield self._names[id(parameter)], parameter, packed["state"].get(index, {})
+
+
+def _trained_in(chunk: nn.Module) -> Iterator[str]:
+    """The names of parameters that are trained, and of the buffers beside them in their modules."""
+    for prefix, module in chunk.named_modules():
+        own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+        buffers = [name for name, _ in module.named_buffers(recurse=False)] if own else []
+        yield from (fully_qualified_name(f"{prefix}.{name}".lstrip(".")) for name in (*own, *buffers))
 
 
 class _ToRead:

@@ -68,6 +68,7 @@ class Plan(PlanFacts):
         exchange: PerStage = 0.0,
         optimizer: float = 0.0,
         slices: Sequence[float] | None = None,
+        microbatches: Sequence[float] | None = None,
         recompute: PerStage | None = None,
         memory: StageBytes | None = None,
         speeds: Sequence[float] | None = None,
@@ -77,19 +78,20 @@ class Plan(PlanFacts):
         """Play the plan through time.
 
         Args:
-            forward, backward_input, backward_weight, p2p, message, exchange, optimizer, slices, recompute, memory,
-                speeds: see `Costs`.
+            forward, backward_input, backward_weight, p2p, message, exchange, optimizer, slices, microbatches,
+            recompute,
+                memory, speeds: see `Costs`.
             num_steps: consecutive steps, which overlap as they do without a barrier between them.
             synchronize: the optimizer waits for every rank's gradients, to clip them by their common norm.
 
         Raises:
-            ValueError: a time is negative or not finite, a list of times has not one for each stage or slice, or
-                `num_steps` is less than 1.
+            ValueError: a time is negative or not finite, a list of times has not one for each stage, slice or
+                microbatch, or `num_steps` is less than 1.
             ScheduleError: a rank waits for ever.
         """
         from .simulation import Costs, simulate
 
-        times = (forward, backward_input, backward_weight, p2p, message, optimizer, exchange, slices)
+        times = (forward, backward_input, backward_weight, p2p, message, optimizer, exchange, slices, microbatches)
         costs = Costs(*times, recompute=recompute, memory=memory, speeds=speeds)
         return simulate(self, costs, num_steps, synchronize)
 

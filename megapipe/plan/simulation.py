@@ -38,11 +38,14 @@ class Costs:
             exchanges of experts, and that pairs and pending Ws hide (exchanges.py). 0 where nothing is overlapped.
         slices: how long the slices of a sequence take beside each other, one number for each; they share out the times
             of a microbatch. None where all take as long. A message takes its equal share in any case.
+        microbatches: how long microbatches take beside each other, one number for each; the times above are those of
+            their mean. None where all take as long. A message takes its time in any case.
         memory: the bytes of each stage; None where they are not known.
         speeds: how fast each rank is, beside one on which actions take the times above; None where all are alike.
 
     Raises:
-        ValueError: a time is negative or not finite, no slice takes any time, or a speed is not more than 0.
+        ValueError: a time is negative or not finite, no slice or no microbatch takes any time, or a speed is not more
+        than 0.
     """
 
     forward: PerStage = 1.0
@@ -53,6 +56,7 @@ class Costs:
     optimizer: float = 0.0
     exchange: PerStage = 0.0
     slices: Sequence[float] | None = None
+    microbatches: Sequence[float] | None = None
     recompute: PerStage | None = None
     memory: StageBytes | None = None
     speeds: Sequence[float] | None = None
@@ -66,8 +70,9 @@ class Costs:
             for time in times:
                 if not (math.isfinite(time) and time >= 0):
                     raise ValueError(f"{field_.name} must be a finite number from 0 on, got {time:g}.")
-        if self.slices is not None and not sum(self.slices):
-            raise ValueError(f"slices are relative times of which one at least is more than 0, got {self.slices}.")
+        for name in ("slices", "microbatches"):
+            if (own := getattr(self, name)) is not None and not sum(own):
+                raise ValueError(f"{name} are relative times of which one at least is more than 0, got {own}.")
         if self.speeds is not None and not min(self.speeds, default=0) > 0:
             raise ValueError(f"speeds must be more than 0, got {list(self.speeds)}.")
 
@@ -82,8 +87,8 @@ class Costs:
             name: [sum(times) for times in zip(nothing, *(self.per_stage(cost, plan) for cost in kind.costs))]
             for name, kind in KINDS.items()
         }
-        shares = self.shares(plan.num_slices)
-        return lambda action: times[action.kind][action.stage] * shares[action.slice]
+        part_of = self._parts(plan)
+        return lambda action: times[action.kind][action.stage] * part_of(action)
 
     def hidden(self, plan: PlanFacts) -> tuple[list[list[float]], list[list[float]] | None]:
         """The times of the actions less what is hidden of exchanges, by rank, and the `tails` of the player.
@@ -100,11 +105,28 @@ class Costs:
             for part, whole in zip(exchange, self.per_stage(cost, plan)):
                 if part > whole:
                     raise ValueError(f"exchange is a part of {cost}, got {part:g} of {whole:g}.")
-        shares = self.shares(plan.num_slices)
-        of_action = [lambda action, of=of: of[action.stage] * shares[action.slice] for of in (exchange, weights)]
+        part_of = self._parts(plan)
+        of_action = [lambda action, of=of: of[action.stage] * part_of(action) for of in (exchange, weights)]
         ranks = zip(plan.actions, plan.program.pairs, durations)
         left, tails = zip(*(hide(*rank, *of_action) for rank in ranks))
         return list(left), list(tails)
+
+    def _parts(self, plan: PlanFacts) -> Callable[[Action], float]:
+        """Tells the time of an action beside that of a whole microbatch of mean length."""
+        shares = self.shares(plan.num_slices)
+        if self.microbatches is None:
+            return lambda action: shares[action.slice]
+        lengths = self.lengths(plan.num_microbatches)
+        return lambda action: shares[action.slice] * lengths[action.microbatch]
+
+    def lengths(self, num_microbatches: int) -> list[float]:
+        """The time of each microbatch beside their mean."""
+        lengths = [1.0] * num_microbatches if self.microbatches is None else self.microbatches
+        if len(lengths) != num_microbatches:
+            raise ValueError(
+                f"microbatches has one relative time for each of the {num_microbatches}, got {len(lengths)}."
+            )
+        return [time / sum(lengths) * num_microbatches for time in lengths]
 
     def shares(self, num_slices: int) -> list[float]:
         """The share of each slice in the times of a microbatch."""
@@ -240,14 +262,14 @@ def play(
 
 
 def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
-    """A rank can begin only when the first microbatch, or its first slice, has come up to it, and then has all its work
-    to do; and the first microbatch, or its longest slice, has to go up and down through all stages."""
+    """A rank can begin only when a microbatch, or its first slice, has come up to it, and then has all its work to do;
+    and the longest microbatch, or its longest slice, has to go up and down through all stages."""
     num_stages = plan.pp_size * plan.num_chunks
     forward, inputs, weights, exchange = (
         costs.per_stage(cost, plan) for cost in ("forward", "backward_input", "backward_weight", "exchange")
     )
     time_of = costs.of_actions(plan)
-    shares = costs.shares(plan.num_slices)
+    shares, lengths = costs.shares(plan.num_slices), costs.lengths(plan.num_microbatches)
     hops = [
         0.0 if plan.rank_of(stage) == plan.rank_of(stage + 1) else costs.p2p + costs.message / plan.num_slices
         for stage in range(num_stages - 1)
@@ -262,12 +284,13 @@ def _lower_bound(plan: PlanFacts, costs: Costs) -> float:
         hidden, most = 2 * sum(exchange[s] for s in stages), sum(weights[s] for s in stages)
         hidden = training * (hidden if pairs else min(hidden, most))
         work = sum(forward[s] + training * (inputs[s] + weights[s]) for s in stages) - hidden
-        start = shares[0] * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
+        start = min(lengths) * shares[0] * sum(forward[: stages[0]]) + sum(hops[: stages[0]])
         recompute = sum(time_of(action._replace(kind=RECOMPUTE.name)) for action in plan.recomputed[rank])
         bounds.append(start + plan.num_microbatches * work + recompute)
-    latency = max(shares) * sum(forward) + sum(hops)
+    longest = max(lengths) * max(shares)
+    latency = longest * sum(forward) + sum(hops)
     if training:
-        latency += max(shares) * (sum(inputs) + weights[0] - alone[0]) + sum(hops)
+        latency += longest * (sum(inputs) + weights[0] - alone[0]) + sum(hops)
     return max(*bounds, latency)
 
 

@@ -45,6 +45,7 @@ def share(
     if group.rank() == source:
         structure, tensors = _describe(value)
         described = [_Described.of(tensor, device) for tensor in tensors]
+        tensors = [_values_of(tensor) for tensor in tensors]
         mailbox.post(name, json.dumps([structure, described]))
         if before is not None:
             mailbox.withdraw(f"{what} of step {before}")  # each has begun this step since
@@ -52,7 +53,6 @@ def share(
         structure, fields = json.loads(mailbox.collect_from(source, name))
         described = [_Described(*each) for each in fields]
         tensors = [each.build(device) for each in described]
-        (value,) = trees.rebuild(structure, tensors)
     to_broadcast = [tensor.detach() for tensor, each in zip(tensors, described) if each.values is None]
     for dtype in dict.fromkeys(tensor.dtype for tensor in to_broadcast):
         alike = [tensor for tensor in to_broadcast if tensor.dtype == dtype]
@@ -61,7 +61,14 @@ def share(
         if group.rank() != source:
             for tensor, part in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike])):
                 tensor.copy_(part.view_as(tensor))
+    if group.rank() != source:
+        (value,) = trees.rebuild(structure, [each.complete(tensor) for each, tensor in zip(described, tensors)])
     return value
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    """The tensor itself; the values of a nested one."""
+    return tensor.values() if tensor.is_nested else tensor
 
 
 def _describe(value: Any) -> tuple[str, list[Tensor]]:
@@ -81,11 +88,15 @@ class _Described(NamedTuple):
     dtype: str
     values: Any
     """None of one on the device, which is broadcast."""
+    offsets: list[int] | None
+    """Where the parts of a nested tensor begin among its values."""
 
     @classmethod
     def of(cls, tensor: Tensor, device: torch.device) -> _Described:
+        offsets = tensor.offsets().tolist() if tensor.is_nested else None  # type: ignore[attr-defined]
+        tensor = _values_of(tensor)
         values = None if tensor.device.type == device.type else tensor.tolist()
-        return cls(list(tensor.shape), str(tensor.dtype).removeprefix("torch."), values)
+        return cls(list(tensor.shape), str(tensor.dtype).removeprefix("torch."), values, offsets)
 
     def build(self, device: torch.device) -> Tensor:
         """The tensor again; an empty one where it is broadcast."""
@@ -93,3 +104,9 @@ class _Described(NamedTuple):
         if self.values is None:
             return torch.empty(self.shape, dtype=dtype, device=device)
         return torch.tensor(self.values, dtype=dtype).view(self.shape)
+
+    def complete(self, tensor: Tensor) -> Tensor:
+        """What was described, of the values that have come."""
+        if self.offsets is None:
+            return tensor
+        return torch.nested.nested_tensor_from_jagged(tensor, torch.tensor(self.offsets, device=tensor.device))

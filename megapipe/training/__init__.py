@@ -8,7 +8,9 @@ if TYPE_CHECKING:
     from .batches import data_iterators, split_batch
     from .clipping import clip_grad_norm_
     from .data_parallel import GradientReducer, divide_by_num_tokens
+    from .log_probs import log_probs_of
     from .optimizer import OF_EACH_GROUP, PipelinedGradScaler, PipelinedLRScheduler, PipelinedOptimizer, load_scheduler
+    from .packing import pack
     from .post_validation import PostValidatedOptimizer, finalize_weights
     from .tied_weights import TiedWeights
 
@@ -22,6 +24,8 @@ __all__ = [
     "clip_grad_norm_",
     "data_iterators",
     "divide_by_num_tokens",
+    "log_probs_of",
+    "pack",
     "split_batch",
 ]
 

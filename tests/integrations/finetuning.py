@@ -1,4 +1,4 @@
-"""examples/finetune_hf.py with a model and a tokenizer made here: `make test-models`."""
+"""examples/finetune_hf.py and grpo.py with a model and a tokenizer made here: `make test-models`."""
 
 from __future__ import annotations
 
@@ -190,3 +190,38 @@ def test_adapters_in_bf16(ranks: RankPool, folder: Path) -> None:
         assert losses[-1] < losses[0]
     assert (folder / "out" / "adapter_model.safetensors").exists()
     assert not (folder / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("more", ["--quantize nf4 --schedule zbv", "--quantize int8 --bf16"])
+def test_adapters_on_quantised_weights(ranks: RankPool, folder: Path, more: str) -> None:
+    """A run that was interrupted goes on where it was."""
+    for package in ("peft", "torchao", "bitsandbytes"):
+        pytest.importorskip(package)
+    sizes = {"hidden_size": 64, "intermediate_size": 128}  # in a forward alone bitsandbytes takes no smaller ones
+    hf_models.make_model("llama", vocab_size=300, **sizes).save_pretrained(folder)
+    more = f"--lora-rank 4 --train-iters 6 {more}"
+    expected = ranks.run(2, finetune, arguments_for(folder, "chats.jsonl", more))[0]
+    assert expected[-1] < expected[0]
+    ranks.run(2, finetune, arguments_for(folder, "chats.jsonl", f"{more} {into(folder)} --stop-after 3"))
+    losses = ranks.run(2, finetune, arguments_for(folder, "chats.jsonl", f"{more} {into(folder)}"))[0]
+    assert losses == expected[3:]
+
+
+def reinforce(rank: int, arguments: str) -> list[float]:
+    sys.path.insert(0, str(EXAMPLES))
+    import grpo
+
+    rewards: list[float] = grpo.train(grpo.parse_args(arguments.split()))
+    return rewards
+
+
+@pytest.mark.parametrize("more", ["--schedule zbv", "--schedule 1f1b --lora-rank 16 --lr 3e-2 --train-iters 20"])
+def test_rewards_rise(ranks: RankPool, folder: Path, more: str) -> None:
+    """What the model writes has more digits, also where only adapters are trained and the reference has none."""
+    if "lora" in more:
+        pytest.importorskip("peft")
+    (folder / "prompts.txt").write_text("import json\ndef decode(\nThe number is\nx =\n")
+    files = f"--model {folder} --prompts {folder / 'prompts.txt'} --output {folder / 'out'}"
+    sizes = "--lr 3e-3 --train-iters 12 --max-new-tokens 12 --max-tokens 256"
+    rewards = ranks.run(2, reinforce, f"{files} {sizes} {more}")[0]
+    assert sum(rewards[-3:]) > 1.8 * sum(rewards[:3])

@@ -255,3 +255,32 @@ def test_a_model_whose_code_is_in_its_folder(rank: int, tmp_path: Path) -> None:
         assert isinstance(whole.model.norm, torch.nn.LayerNorm)
         hf_models.assert_same_losses(losses, hf_models.reference(whole, microbatches), chunks)
         hf_models.assert_same_gradients(chunks, whole)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
+@on_ranks(2)
+def test_layers_get_their_memory_one_by_one(rank: int, name: str, tmp_path: Path) -> None:
+    """So that layers can be quantised before the next one is read. Loaded, chunks are what they are otherwise: tied,
+    with buffers, and trained alike."""
+    model = hf_models.make_model(name)
+    hf_models.save_on_first(model, tmp_path)
+    hf_models.initialise(2)
+    chunks = build_chunks(tmp_path, "zbv", seed=None, device="meta")
+    assert all(parameter.is_meta for chunk in chunks for parameter in chunk.parameters())
+    seen: list[torch.nn.Module] = []
+
+    def after_layer(layer: torch.nn.Module) -> None:
+        here = next(chunk for chunk in chunks if layer in chunk.own_layers)
+        behind = here.own_layers[here.own_layers.index(layer) + 1 :]
+        assert not any(parameter.is_meta for parameter in layer.parameters())
+        assert all(parameter.is_meta for other in behind for parameter in other.parameters())
+        seen.append(layer)
+
+    load_weights(chunks, tmp_path, after_layer=after_layer)
+    assert seen == [layer for chunk in chunks for layer in chunk.own_layers]
+    hf_models.compare("zbv", chunks, model, count_items(hf_models.batches(4)))
+
+
+def test_new_weights_need_memory() -> None:
+    with pytest.raises(ValueError, match="device='meta' has no memory for new weights"):
+        build_chunks(hf_models.make_config("llama"), "zbv", device="meta")

@@ -248,7 +248,7 @@ def test_sizes_need_not_be_said(rank: int, tmp_path: Path) -> None:
                 lambda head=head: hf_models.make_config("llama", architectures=[head]),
                 f"{head} .* without the weights of its",
             )
-            for head in ("LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaForRewardModel")
+            for head in ("LlamaForQuestionAnswering", "Qwen2ForTokenClassification", "LlamaForRewardModel")
         ],
     ],
 )

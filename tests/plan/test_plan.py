@@ -63,6 +63,27 @@ def test_times_of_each_stage() -> None:
         make_plan("gpipe", 2, 3).simulate([1.0, 2.0, 3.0])
 
 
+def test_times_of_each_microbatch() -> None:
+    """The times of a plan are those of a microbatch of mean length: so one rank takes as long in all, and each of its
+    actions its share."""
+    lengths = [3.0, 1.0, 2.0, 6.0]
+    plan = make_plan("1f1b", 1, 4)
+    simulation = plan.simulate(microbatches=lengths)
+    assert simulation.makespan == pytest.approx(12.0)
+    spans = {action: end - start for action, start, end in simulation.spans[0]}
+    assert [spans[action] for action in spans if action.kind == "F"] == pytest.approx([1.0, 1 / 3, 2 / 3, 2.0])
+    for name in ("1f1b", "zbv", "interleaved_1f1b"):
+        unequal = make_plan(name, 4, 4).simulate(microbatches=lengths)
+        assert unequal.makespan >= unequal.lower_bound - 1e-9
+        assert make_plan(name, 4, 4).simulate(microbatches=[5, 5, 5, 5]).makespan == pytest.approx(
+            make_plan(name, 4, 4).simulate().makespan
+        )
+    with pytest.raises(ValueError, match="one relative time for each of the 4, got 3"):
+        plan.simulate(microbatches=[1, 2, 3])
+    with pytest.raises(ValueError, match="microbatches are relative times of which one at least is more than 0"):
+        plan.simulate(microbatches=[0, 0, 0, 0])
+
+
 def test_messages_take_latency_and_bandwidth() -> None:
     plan = make_plan("gpipe", 2, 4)
     assert plan.simulate(p2p=0.5).makespan == plan.simulate().makespan + 2 * 0.5

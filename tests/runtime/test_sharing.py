@@ -52,6 +52,20 @@ def test_nested_values(rank: int, source: int) -> None:
         assert not session._store.check([f"results of step 2 {source}"])  # nothing piles up in the store
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # broadcast, or with the texts
+@on_ranks(2)
+def test_nested_tensors(rank: int, device: str) -> None:
+    """verl reports log-probabilities of sequences of several lengths so: a step in a V ended by "SymInt is not JSON
+    serializable"."""
+    session = session_of_all(2)
+    nested = torch.nested.as_nested_tensor([torch.arange(3.0), torch.arange(5.0)], layout=torch.jagged)
+    with session.step():
+        dist.barrier()
+        found = session.share([{"log_probs": nested}] if rank == 0 else None, 0, torch.device(device))
+    parts = found[0]["log_probs"].unbind()
+    assert [part.tolist() for part in parts] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+
+
 @on_ranks(2)
 def test_what_is_shared_in_some_steps_does_not_pile_up(rank: int) -> None:
     """Only what the step just before had left was deleted, so reports of every second step stayed in the store for

@@ -33,6 +33,7 @@ IMPORTED_ONCE = ["pytest", "torch", "torch._dynamo", "torch.distributed.checkpoi
 IMPORTED_WHERE_TESTED = {
     "transformers": "transformers.modeling_utils",
     "test_megatron": "megatron.core",
+    "test_installed": "megatron.core",
     "test_torch_pipelining": "torch.distributed.pipelining",
 }
 """By what tells that some of the tests at hand use it: a package, or the file of the tests."""

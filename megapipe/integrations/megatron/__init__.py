@@ -4,9 +4,10 @@ A trainer changes one import:
 
     from megapipe import get_forward_backward_func   # was: from megatron.core.pipeline_parallel import ...
 
-and may then name any schedule. `megatron.core.parallel_state` is used where it is initialised, `model.config` may be
-Megatron's own, and the scales of auxiliary losses are set as Megatron's schedules set them. For schedules that split
-the backward there is `defer_weight_gradients`, and for those in a V `build_model_chunks` and `at_its_stage`.
+and may then name any schedule; `install` does so for a trainer that nobody edits. `megatron.core.parallel_state` is
+used where it is initialised, `model.config` may be Megatron's own, and the scales of auxiliary losses are set as
+Megatron's schedules set them. For schedules that split the backward there is `defer_weight_gradients`, and for those in
+a V `build_model_chunks` and `at_its_stage`.
 
 The functions that trainers import from Megatron's schedules (`forward_step`, `backward_step`, `get_tensor_shapes`, ...)
 are there too: those of the Megatron that is installed, whose arguments change from release to release.
@@ -17,11 +18,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from .installing import install, uninstall
 from .layers import defer_weight_gradients, global_name
 from .stages import at_its_stage, build_model_chunks
 from .ties import framework
 
-__all__ = ["at_its_stage", "build_model_chunks", "defer_weight_gradients", "global_name"]
+__all__ = ["at_its_stage", "build_model_chunks", "defer_weight_gradients", "global_name", "install", "uninstall"]
 
 _MEGATRONS = (
     "backward_step",

@@ -14,9 +14,11 @@ from .build import build_chunks
 from .cut import CannotCutError
 from .generation import generate
 from .loading import load_weights
+from .log_probs import token_log_probs
 from .saving import save_pretrained
 from .stage import ChunkConfig, HuggingFaceStage
 from .step import count_items, forward_step, tie_weights
+from .weights import named_weights
 
 __all__ = [
     "CannotCutError",
@@ -27,6 +29,8 @@ __all__ = [
     "forward_step",
     "generate",
     "load_weights",
+    "named_weights",
     "save_pretrained",
     "tie_weights",
+    "token_log_probs",
 ]

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -26,23 +29,38 @@ class WithAdapters(nn.Module):
     peft_config: dict[str, Any]
     _active: list[str]
 
-    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
+    def add_adapter(
+        self, adapter_config: Any, adapter_name: str | None = None, autocast_adapter_dtype: bool = True
+    ) -> None:
         """What there is of it on this stage, as in transformers. Every rank calls it for all of its chunks.
+
+        Args:
+            autocast_adapter_dtype: whether adapters on weights of 16 bits or less are float32, as those of peft's
+                `get_peft_model` are.
 
         Raises:
             ValueError: where single tokens are to be trained, whose embedding or head other stages lack.
         """
         name = adapter_name or "default"
         wanted, own = self._configs(adapter_config, name)
-        super().add_adapter(own, name)  # type: ignore[misc]
+        with _casting(autocast_adapter_dtype):
+            super().add_adapter(own, name)  # type: ignore[misc]
         wanted.base_model_name_or_path = own.base_model_name_or_path
         self.peft_config[name] = wanted
 
     def load_adapter(
-        self, peft_model_id: Any = None, adapter_name: str | None = None, peft_config: Any = None, **options: Any
+        self,
+        peft_model_id: Any = None,
+        adapter_name: str | None = None,
+        peft_config: Any = None,
+        autocast_adapter_dtype: bool = True,
+        **options: Any,
     ) -> Any:
         """What a folder of `save_pretrained` has of it for this stage, as in transformers. Every rank calls it for all
         of its chunks.
+
+        Args:
+            autocast_adapter_dtype: as for `add_adapter`.
 
         Raises:
             ValueError: as `add_adapter`.
@@ -51,9 +69,11 @@ class WithAdapters(nn.Module):
         if peft_config is None:
             peft_config = importlib.import_module("peft").PeftConfig.from_pretrained(peft_model_id)
         wanted, own = self._configs(peft_config, name)
-        loaded = super().load_adapter(peft_model_id, name, own, **options)  # type: ignore[misc]
+        with _casting(autocast_adapter_dtype):
+            loaded = super().load_adapter(peft_model_id, name, own, **options)  # type: ignore[misc]
         wanted.inference_mode = own.inference_mode
         self._active, self.peft_config[name] = [name], wanted
+        vars(self).pop("_weight_conversions", None)  # those of the adapter's file, which the model's own would follow
         return loaded
 
     def _configs(self, adapter_config: Any, name: str) -> tuple[Any, Any]:
@@ -86,6 +106,22 @@ class WithAdapters(nn.Module):
         return self._active
 
 
+@contextmanager
+def _casting(is_cast: bool) -> Iterator[None]:
+    """Adapters that transformers makes meanwhile are float32, before their weights are loaded. They had the dtype of
+    their layer: in bfloat16 small steps of an optimizer are lost."""
+    peft: Any = importlib.import_module("peft")
+    cast, inject = peft.tuners.tuners_utils.cast_adapter_dtype, peft.inject_adapter_in_model
+
+    def inject_and_cast(config: Any, model: Any, name: str, **options: Any) -> Any:
+        found = inject(config, model, name, **options)
+        cast(model, name, is_cast)
+        return found
+
+    with mock.patch.object(peft, "inject_adapter_in_model", inject_and_cast):  # which is looked up in each call
+        yield
+
+
 def _is_adapted(module: nn.Module) -> bool:
     kind: type = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
     return isinstance(module, kind)
@@ -94,6 +130,11 @@ def _is_adapted(module: nn.Module) -> bool:
 def has_adapters(chunk: Any) -> bool:
     """Whether `add_adapter` has been called."""
     return bool(getattr(chunk, "_hf_peft_config_loaded", False))
+
+
+def adapted_in(chunk: Any) -> dict[str, Any]:
+    """The layers with adapters, by name; nothing where `peft` has made none."""
+    return {name: one for name, one in chunk.named_modules() if has_adapters(chunk) and _is_adapted(one)}
 
 
 def adapters_of(chunk: Any) -> dict[str, Tensor]:

@@ -46,7 +46,8 @@ def build_chunks(
     **settings: Any,
 ) -> list[Any]:
     """This rank's chunks of a decoder with a head, for a schedule. Every rank calls it, after
-    `parallel_state.initialize_model_parallel`.
+    `parallel_state.initialize_model_parallel`. The head is the one that the config's `architectures` names: for the
+    next token, or for a score of each token (`...ForTokenClassification`) or sequence (`...ForSequenceClassification`).
 
     Only what a rank holds is ever in its memory. Each chunk is a model of its own class and a `HuggingFaceStage`, has
     the whole model's names, and for its config a `ChunkConfig`, which all chunks share.
@@ -57,8 +58,9 @@ def build_chunks(
         num_chunks: per rank, where the schedule leaves that open.
         num_virtual_layers_pre, num_virtual_layers_post, layout, costs: which layers a stage gets, as
             `distribute_layers` takes them: as many as others, as many as a layout says, or by what layers cost.
-        dtype: of the weights; None takes the config's, or float32.
-        device: None takes the current CUDA device with NCCL, otherwise the CPU.
+        dtype: of the weights; None takes the config's, or float32. device: None takes the current CUDA device with
+        NCCL, otherwise the CPU. "meta" leaves chunks without memory, for
+            `load_weights`, which gives it to one layer after the other.
         seed: new weights are drawn from it and their names, so that they are the same however the model is cut. None
             leaves them undefined, for `load_weights`.
         attn_implementation: as in transformers.
@@ -73,6 +75,8 @@ def build_chunks(
         CannotCutError: a ValueError, for models that are no such decoders, or whose weights are quantised.
         ValueError: layers cannot be shared out like that, or a setting is wrong.
     """
+    if is_meta(device) and seed is not None:
+        raise ValueError("device='meta' has no memory for new weights: take seed=None, and call load_weights.")
     let_convert_conv1d()
     config = copy.deepcopy(_read_config(model, trust_remote_code))  # transformers writes into it
     _check_config(config, is_text=example is None and not text_only)
@@ -96,11 +100,16 @@ def build_chunks(
     chunks = []
     for stage in own:
         whole = make_meta_model(config, dtype, attn_implementation)
-        chunk = _make_chunk(whole, stage, layers[stage.index], checked.flow, device or _default_device(), seed)
+        chunk = _make_chunk(whole, stage, layers[stage.index], checked.flow, device or default_device(), seed)
         chunk.config, chunk.takes_mean = chunk_config, checked.takes_mean
         chunks.append(chunk)
-    tie_weights(chunks)
+    if not is_meta(device):
+        tie_weights(chunks)
     return chunks
+
+
+def is_meta(device: torch.device | str | None) -> bool:
+    return device is not None and torch.device(device).type == "meta"
 
 
 def _read_config(model: Any, trust_remote_code: bool) -> Any:
@@ -123,7 +132,7 @@ def _check_config(config: Any, is_text: bool) -> None:
         )
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
     if torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -24,7 +24,7 @@ from .generation import compare_decoding
 from .sliced import IMPLEMENTATION
 from .stage import ChunkConfig, as_stage, is_for_first
 from .step import names_between_stages
-from .whole import initialise, make_meta_model, make_small_config, make_untouched
+from .whole import classifier_of, initialise, make_meta_model, make_small_config, make_untouched
 
 LARGE = 2**20
 """Parameters of a model that is tried at a smaller size than its own."""
@@ -86,9 +86,11 @@ def _small(config: Any, check: Callable[[Any], Result | str], parts: str) -> Res
     sizes = [config]
     if sum(parameter.numel() for parameter in whole.parameters()) > LARGE:
         sizes = [make_small_config(config, num_heads) for num_heads in (2, 4)]  # which some kinds need
-    for size in sizes:
+    for size in map(copy.deepcopy, sizes):
+        if classifier_of(size) is not None:  # of a single label there is no loss to compare
+            size.num_labels, size.problem_type = max(2, size.num_labels), None
         try:
-            result = check(copy.deepcopy(size))
+            result = check(size)
             break
         except CannotCutError:
             raise
@@ -163,7 +165,7 @@ def _tried(
     """What was found, or what is wrong."""
     parts = find_parts(whole)
     tokens = torch.randint(whole.config.get_text_config().vocab_size, (2, 6), device="cpu")
-    batch = {"input_ids": tokens, "labels": tokens} if example is None else _on_cpu(example)
+    batch = {"input_ids": tokens, "labels": _labels_for(whole, tokens)} if example is None else _on_cpu(example)
     takes_mean = _takes_mean(whole, batch)
     if not is_cut:
         return Checked(None, takes_mean=takes_mean)
@@ -185,6 +187,15 @@ def _tried(
         elif isinstance(flow, str):
             result = flow
     return result
+
+
+def _labels_for(whole: Any, tokens: Tensor) -> Tensor:
+    """Labels of the kind that its loss takes: tokens, or one of its labels for each token or each sequence."""
+    classifier = classifier_of(whole.config)
+    if classifier is None:
+        return tokens
+    labels: Tensor = tokens % whole.config.num_labels
+    return labels[:, 0] if "SEQUENCE" in classifier else labels
 
 
 def _takes_mean(whole: Any, batch: Mapping[str, Any]) -> bool:

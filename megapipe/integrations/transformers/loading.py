@@ -22,20 +22,32 @@ import torch.distributed as dist
 
 from ...all_ranks import AllRanks
 from ...training import finalize_weights
+from .build import default_device, is_meta
 from .cut import Absent, cut
-from .step import tied_names
-from .whole import make_meta_model
+from .step import tie_weights, tied_names
+from .whole import allocate, allocate_around, classifier_of, initialise, make_meta_model
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """What weights are in, or in several with an index of this name and `.index.json`. The first that is there is read."""
 
 
-def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
+def load_weights(
+    chunks: Sequence[Any],
+    path: str | os.PathLike[str],
+    *,
+    after_layer: Callable[[Any], Any] | None = None,
+    device: torch.device | str | None = None,
+) -> None:
     """Read the weights of this rank's chunks from a folder of transformers' files: safetensors, or `pytorch_model.bin`.
 
     Only tensors of this rank are read; dtypes become those of the chunks. Every rank calls it, before adapters are
     added and before `fully_shard`. The folder's settings of generation, which `save_pretrained` writes again, are read
     too. A model without a head gets the one that `build_chunks` has drawn, and a warning.
+
+    Args:
+        after_layer: called with each layer when its weights are there, to quantise it, for example. Of chunks that were
+            built with device="meta" no more than one layer is then in memory as it is in the files.
+        device: of chunks that were built with device="meta"; None takes the same as `build_chunks`.
 
     Raises:
         ValueError: on every rank, where something is missing, or of another shape, or a head is not the embedding that
@@ -46,11 +58,45 @@ def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
     with AllRanks("the loading of a model", dist.group.WORLD).together(), _no_progress_bars():
         files = _files_of(path)
         finalize_weights(chunks)  # or a step that is taken back would put the old ones back
+        are_empty = is_meta(chunks[0].device)
         for chunk in chunks:
-            _load_chunk(chunk, files, path)
+            loaded = _Loaded(chunk, device or default_device() if are_empty else None, after_layer)
+            _load_chunk(chunk, loaded, files, path)
             if (path / "generation_config.json").exists() and chunk.can_generate():
                 transformers: Any = importlib.import_module("transformers")
                 chunk.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    if are_empty:
+        tie_weights(chunks)
+
+
+class _Loaded:
+    """The tensors of a chunk that are filled from files.
+
+    Args:
+        device: where they are made, before they are filled. None where they are there.
+    """
+
+    def __init__(self, chunk: Any, device: Any, after_layer: Callable[[Any], Any] | None) -> None:
+        self._chunk, self._device, self._after_layer = chunk, device, after_layer
+        if device is not None:
+            allocate_around(chunk, chunk.parts.layers_of(chunk), device)
+            initialise(chunk, None)
+        self.targets: dict[str, Any] = chunk.state_dict()
+
+    @contextmanager
+    def layer(self, number: int | None) -> Iterator[None]:
+        """Around the filling of a layer; None is what lies outside of them."""
+        name = f"{self._chunk.parts.layers}.{number}"
+        if number is not None and self._device is not None:
+            layer = self._chunk.get_submodule(name)
+            allocate(layer, self._device)
+            initialise(self._chunk, None, name)
+            self.targets |= {f"{name}.{own}": tensor for own, tensor in layer.state_dict().items()}
+        yield
+        if number is not None and self._after_layer is not None:
+            for one in [one for one in self.targets if one.startswith(f"{name}.")]:
+                del self.targets[one]  # which would be kept in memory
+            self._after_layer(self._chunk.get_submodule(name))
 
 
 def _files_of(path: Path) -> dict[str, str]:
@@ -86,21 +132,20 @@ def _slices(keys: Sequence[str], files: dict[str, str], path: Path) -> Iterator[
         yield {key: read[files[key]](key) for key in keys}
 
 
-def _load_chunk(chunk: Any, files: dict[str, str], path: Path) -> None:
+def _load_chunk(chunk: Any, own: _Loaded, files: dict[str, str], path: Path) -> None:
     loading: Any = importlib.import_module("transformers.core_model_loading")
     model = make_meta_model(chunk.config.model_config, chunk.dtype)
     keys = _keys_by_layer(model, chunk, files)
-    targets = chunk.state_dict()
-    ties = {name: source for name, source in tied_names(chunk).items() if name in targets and source not in targets}
-    wanted = {*targets, *ties.values()}
+    missing = set(own.targets)
+    ties = {name: source for name, source in tied_names(chunk).items() if name in missing and source not in missing}
+    wanted = {*missing, *ties.values()}
     cut(model, chunk.parts, wanted.__contains__)
     layers = chunk.parts.layers_of(model)
     for number in set(range(len(layers))).difference(chunk.layers):
         layers[number] = Absent()
     config = _load_config(model, chunk.dtype)
-    missing = set(targets)
     for layer in (None, *chunk.layers):
-        with _slices(keys[layer], files, path) as slices:
+        with own.layer(layer), _slices(keys[layer], files, path) as slices:
             info, _ = loading.convert_and_load_state_dict_in_model(model, slices, config)
             if info.mismatched_keys:
                 name, got, expected = next(iter(info.mismatched_keys))
@@ -113,13 +158,13 @@ def _load_chunk(chunk: Any, files: dict[str, str], path: Path) -> None:
                         "tie_word_embeddings to false in its config.json."
                     )
             for name, source in [*((name, name) for name in loaded), *ties.items()]:
-                if source in loaded and name in targets:
-                    targets[name].copy_(loaded[source])
+                if source in loaded and name in own.targets:
+                    own.targets[name].copy_(loaded[source])
                     missing.discard(name)
             del loaded
             model.to("meta")
     parameters = dict(chunk.named_parameters(remove_duplicate=False))
-    filled = {parameters.get(name) for name in targets.keys() - missing}
+    filled = {parameters.get(name) for name in own.targets.keys() - missing}
     if missing := {name for name in missing if name not in parameters or parameters[name] not in filled}:
         _check_missing(chunk, missing, path)
 
@@ -129,6 +174,9 @@ def _check_missing(chunk: Any, missing: set[str], path: Path) -> None:
     names = ", ".join(sorted(missing))
     head = chunk.get_output_embeddings()
     is_head = {id(parameter) for parameter in (() if head is None else head.parameters())}
+    if classifier_of(chunk.config.model_config) is not None:
+        within = f"{chunk.parts.decoder}."
+        is_head |= {id(parameter) for name, parameter in chunk.named_parameters() if not name.startswith(within)}
     if any(id(parameter) not in is_head for name, parameter in chunk.named_parameters() if name in missing):
         raise ValueError(f"{path} has no weights for {names}.")
     if not chunk.is_drawn:

@@ -1,7 +1,4 @@
-"""Write weights in transformers' own format: each rank its own, and none is sent to another.
-
-What is converted back into the form of files (see `loading`) is one layer at a time.
-"""
+"""Write weights in transformers' own format: each rank its own, and none is sent to another."""
 
 from __future__ import annotations
 
@@ -9,25 +6,20 @@ import copy
 import importlib
 import math
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ... import parallel_state
 from ...all_ranks import AllRanks
 from ...failures import is_disk_full
 from ...safetensors_files import Entry, SafetensorsFile, finish_files, share_out
 from ...training import finalize_weights
-from .adapters import adapters_of, has_adapters, save_adapter_config
-from .step import tied_names
-from .whole import make_meta_model
+from .adapters import has_adapters, save_adapter_config
+from .weights import check_floats, to_save
 
 OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
@@ -92,37 +84,9 @@ def _described(chunk: Any) -> list[Any]:
     """Its stage, of how many, its adapters, and the names, dtypes and shapes of the tensors to be saved."""
     adapters = chunk.active_adapters() if has_adapters(chunk) else []
     if not has_adapters(chunk):
-        _check_floats(chunk)
-    entries = [] if len(adapters) > 1 else [[name, str(t.dtype), list(t.shape)] for name, t in _to_save(chunk, True)]
+        check_floats(chunk)
+    entries = [] if len(adapters) > 1 else [[name, str(t.dtype), list(t.shape)] for name, t in to_save(chunk, True)]
     return [chunk.stage.index, chunk.stage.num_stages, adapters, entries]
-
-
-def _check_floats(chunk: Any) -> None:
-    """Raises ValueError where a weight that is float in the model is quantised here: from_pretrained would read it as a
-    float."""
-    state = _state_of(chunk)
-    if not (strange := [name for name, tensor in state.items() if _is_quantised(tensor)]):
-        return
-    whole = make_meta_model(copy.deepcopy(chunk.config.model_config), chunk.dtype).state_dict()
-    for name in strange:
-        if name in whole and not _is_quantised(whole[name]):
-            form = state[name].dtype if type(state[name]) in (Tensor, nn.Parameter) else type(state[name]).__name__
-            raise ValueError(
-                f"{name} is quantised ({form}), and save_pretrained writes models of {chunk.dtype}: put layers with "
-                "floats in its place, or train adapters of add_adapter, which are saved without the model. A "
-                "Checkpointer saves quantised layers as they are."
-            )
-
-
-def _is_quantised(tensor: Any) -> bool:
-    """Whether its numbers are not floats of 16 bits or more, or lie in other tensors, as torchao's do."""
-    lies_elsewhere = is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
-    return not tensor.is_floating_point() or tensor.itemsize == 1 or lies_elsewhere
-
-
-def _state_of(chunk: Any) -> dict[str, Tensor]:
-    """Its tensors. A layer whose adapters were deleted keeps its own in a base_layer."""
-    return {name.replace(".base_layer.", "."): tensor for name, tensor in chunk.state_dict().items()}
 
 
 def _check(stages: Sequence[Any]) -> None:
@@ -161,7 +125,7 @@ def _write(chunks: Sequence[Any], files: Sequence[SafetensorsFile], is_writer: b
     places = {entry.name: file for file in files for entry in file.entries}
     failure: OSError | None = None
     for chunk in chunks:
-        for name, tensor in _to_save(chunk):
+        for name, tensor in to_save(chunk):
             if is_writer and failure is None:
                 try:
                     places[name].write(name, tensor)
@@ -169,30 +133,6 @@ def _write(chunks: Sequence[Any], files: Sequence[SafetensorsFile], is_writer: b
                     failure = error
     if failure is not None:
         raise failure
-
-
-def _to_save(chunk: Any, on_meta: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a chunk as they are in files, layer by layer."""
-    revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
-    state = adapters_of(chunk) if has_adapters(chunk) else _state_of(chunk)
-    by_layer: dict[int | None, dict[str, Tensor]] = defaultdict(dict)
-    ties = {} if has_adapters(chunk) else tied_names(chunk)  # a copy of the head that an adapter trains is not tied
-    for name, tensor in state.items():
-        if name not in ties:
-            by_layer[chunk.parts.layer_of(name)][name] = tensor
-    for tensors in by_layer.values():
-        whole = {name: tensor.to("meta") if on_meta else _whole(tensor) for name, tensor in tensors.items()}
-        if has_adapters(chunk):
-            whole = {f"base_model.model.{name}": tensor for name, tensor in whole.items()}
-        else:
-            whole = revert(chunk, whole)
-        yield from whole.items()
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The whole tensor: of a sharded one, all shards."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _save_config(chunk: Any, folder: Path) -> None:

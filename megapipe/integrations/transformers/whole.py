@@ -31,6 +31,8 @@ def check_kind(config: Any) -> None:
     made = [mapping[type(config)].__name__ for mapping in known if type(config) in mapping]
     if not made:
         raise CannotCutError(f"{name} cannot be cut into stages: it is no decoder with a head for the next token.")
+    if classifier_of(config) is not None:
+        made += config.architectures
     if other := [one for one in config.architectures or () if OTHER_HEAD.search(one) and one not in made]:
         raise CannotCutError(
             f"{other[0]} cannot be cut into stages: {made[0]} would be built, without the weights of its head. "
@@ -42,8 +44,26 @@ def check_kind(config: Any) -> None:
         fields = quantised if isinstance(quantised, dict) else quantised.to_dict()
         raise CannotCutError(
             f"{name} cannot be cut into stages: its weights are quantised ({fields.get('quant_method')}). Save it with "
-            "model.dequantize(), or for new weights take quantization_config out of the config."
+            "model.dequantize(), and for adapters let load_weights(..., after_layer=...) quantise each layer again. "
+            "For new weights take quantization_config out of the config."
         )
+
+
+CLASSIFIERS = {
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING": "AutoModelForTokenClassification",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING": "AutoModelForSequenceClassification",
+}
+"""What transformers has of models that give a score to each token or sequence, and how it makes them."""
+
+
+def classifier_of(config: Any) -> str | None:
+    """The name in `CLASSIFIERS`, where the config says that its model is one of them."""
+    transformers: Any = importlib.import_module("transformers")
+    for name in CLASSIFIERS:
+        mapping = getattr(transformers, name)
+        if type(config) in mapping and list(config.architectures or ()) == [mapping[type(config)].__name__]:
+            return name
+    return None
 
 
 def has_towers(config: Any) -> bool:
@@ -63,6 +83,8 @@ def make_model(config: Any, dtype: torch.dtype, attn_implementation: str | None 
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     sees = has_towers(config) and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    if (classifier := classifier_of(config)) is not None:
+        kind = getattr(transformers, CLASSIFIERS[classifier])
     return kind.from_config(config, dtype=dtype, **options)
 
 
@@ -76,7 +98,7 @@ def keep_in_float32(model: Any) -> None:
 
 
 def allocate(model: Any, device: torch.device | str) -> None:
-    """Memory for a model on the meta device, also for a part of one. Names of one parameter stay so."""
+    """Give memory to a model on the meta device, also to a part of one. Names of one parameter stay so."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -95,18 +117,32 @@ def make_untouched(config: Any, dtype: torch.dtype, attn_implementation: str | N
     return model
 
 
-def initialise(model: Any, seed: int | None) -> None:
+def allocate_around(model: Any, layers: nn.ModuleList, device: torch.device | str) -> None:
+    """Give memory to what is not in the layers, which stay on the meta device."""
+    own, layers._modules = layers._modules, {}
+    try:
+        allocate(model, device)
+    finally:
+        layers._modules = own
+
+
+def initialise(model: Any, seed: int | None, within: str = "") -> None:
     """Initialise as the model does by itself, module by module, each with its own seed; without a seed only its
-    buffers."""
+    buffers.
+
+    Args:
+        within: the name of the module that is initialised, and what is in it.
+    """
     state = model.state_dict() if seed is not None else {}
     for tensor in state.values():
         tensor.fill_(torch.nan) if tensor.is_floating_point() else None
-    for tensor in model.parameters():
+    part = model.get_submodule(within)
+    for tensor in part.parameters():
         tensor._is_hf_initialized = seed is None  # which transformers then leaves alone
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     generators = [torch.default_generator, *(torch.cuda.default_generators[device.index] for device in devices)]
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        for name, module in reversed(list(model.named_modules())):  # those within a module come first
+        for name, module in reversed(list(part.named_modules(prefix=within))):  # those within a module come first
             has_tensors = bool(module._buffers) or any(True for _ in module.parameters())
             if not has_tensors and any(isinstance(one, Absent) for one in module.children()):
                 continue  # some initialise what is in them
@@ -116,7 +152,7 @@ def initialise(model: Any, seed: int | None) -> None:
                 name = name.rpartition(".")[0]  # a model within the model initialises what is in it
             with _without_absent(module):
                 owner._init_weights(module)
-    for tensor in model.parameters():
+    for tensor in part.parameters():
         del tensor._is_hf_initialized
     left = [name for name, tensor in state.items() if tensor.numel() and bool(tensor.flatten()[0].isnan())]
     if left:

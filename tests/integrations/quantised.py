@@ -1,0 +1,139 @@
+"""Adapters on quantised weights, against peft in one process: `make test-rl`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools.ranks import on_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("torchao")
+pytest.importorskip("bitsandbytes")
+
+import peft
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tools import hf_models
+from torch import nn
+
+import megapipe
+from benchmarks.memory import memory_of
+from megapipe.checkpoint import Checkpointer
+from megapipe.integrations.transformers import build_chunks, count_items, load_weights, named_weights, save_pretrained
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import quantising
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128}  # as groups of 32 numbers and blocks of 64 want
+TARGETS = ["q_proj", "down_proj"]
+
+
+def build(folder: Path, schedule: str, kind: str, dtype: torch.dtype) -> list[Any]:
+    """Chunks whose layers were quantised one after the other, with adapters of a saved folder."""
+    hf_models.initialise(dist.get_world_size())
+    chunks = build_chunks(folder / "base", schedule, seed=None, dtype=dtype, device="meta")
+    load_weights(chunks, folder / "base", after_layer=quantising.KINDS[kind])
+    for chunk in chunks:
+        chunk.load_adapter(str(folder / "adapter"), is_trainable=True)
+        megapipe.weight_grad.convert(chunk)
+    return chunks
+
+
+def make_whole(folder: Path, kind: str, dtype: torch.dtype) -> Any:
+    """By peft in one process."""
+    model = hf_models.transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype)
+    for layer in model.model.layers:
+        quantising.KINDS[kind](layer)
+    return peft.PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True).train()
+
+
+def train(chunks: list[Any], optimizer: Any, schedule: str, steps: range) -> list[Any]:
+    losses = []
+    for step in steps:
+        reports = hf_models.run(schedule, chunks, count_items(hf_models.batches(4, seed=step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([report["loss"] for report in reports])
+    return losses
+
+
+def make_optimizer(chunks: list[Any]) -> Any:
+    return megapipe.PipelinedOptimizer(chunks, lambda groups: torch.optim.AdamW(groups, lr=1e-2))
+
+
+@pytest.mark.parametrize(("schedule", "dtype"), [("1f1b", torch.float32), ("zbv", torch.bfloat16)])
+@pytest.mark.parametrize("kind", list(quantising.KINDS))
+@on_ranks(2)
+def test_trained_saved_and_resumed(rank: int, kind: str, schedule: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Losses and adapters are peft's to the last bit, in a run that was interrupted too."""
+    model = hf_models.make_model("llama", **SIZES)
+    hf_models.save_on_first(model, tmp_path / "base")
+    if rank == 0:
+        config = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False)
+        peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    dist.barrier()
+    chunks = build(tmp_path, schedule, kind, dtype)
+    adapters = [p for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad]
+    assert {p.dtype for p in adapters} == {torch.float32}  # they were the base's, and small steps were lost
+    optimizer = make_optimizer(chunks)
+    with Checkpointer(tmp_path / "run", chunks, optimizer, trained_only=True) as checkpointer:
+        losses = train(chunks, optimizer, schedule, range(1))
+        checkpointer.save(1)
+    del chunks, optimizer
+    chunks = build(tmp_path, schedule, kind, dtype)
+    optimizer = make_optimizer(chunks)
+    with Checkpointer(tmp_path / "run", chunks, optimizer, trained_only=True) as checkpointer:
+        assert checkpointer.load().step == 1
+    losses += train(chunks, optimizer, schedule, range(1, 3))
+    save_pretrained(chunks, tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"is quantised \(.*\), and files of a model have its weights in"):
+        named_weights(chunks, merge_adapters=True)
+    if rank == 0:
+        compare(make_whole(tmp_path, kind, dtype), losses, tmp_path / "saved", schedule == "zbv")
+
+
+def compare(whole: Any, losses: list[Any], saved: Path, has_losses: bool) -> None:
+    optimizer = torch.optim.AdamW([p for p in whole.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(3):
+        expected = hf_models.reference(whole, count_items_alone(hf_models.batches(4, seed=step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not has_losses or losses[step] == expected
+    found = load_file(saved / "adapter_model.safetensors")
+    expected = peft.get_peft_model_state_dict(whole)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def count_items_alone(microbatches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As `count_items`, which asks other replicas."""
+    total = sum((batch["labels"][:, 1:] != -100).sum() for batch in microbatches)
+    return [{**batch, "num_items_in_batch": total} for batch in microbatches]
+
+
+@on_ranks(1)
+def test_one_layer_in_full_precision(rank: int, tmp_path: Path) -> None:
+    """The weights of a rank's layers never are in memory at once before they are quantised."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 64}
+    model = hf_models.make_model("llama", **sizes)
+    model.save_pretrained(tmp_path)
+    layer = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
+    hf_models.initialise(1)
+    chunks: list[Any] = []
+
+    def load(**options: Any) -> None:
+        chunks[:] = build_chunks(tmp_path, "1f1b", seed=None, **options)
+        load_weights(chunks, tmp_path, after_layer=quantising.nf4)
+
+    load()  # what is imported or compiled once
+    lazy, at_once = memory_of("cpu", lambda: load(device="meta")), memory_of("cpu", load)
+    assert at_once.peak > 12 * layer
+    assert lazy.peak < lazy.held + 4 * layer  # that in the file, that in the chunk, and what quantises it
+    assert isinstance(chunks[0].model.layers[3].mlp.up_proj.weight, nn.Parameter)

@@ -1,0 +1,156 @@
+"""Weights that are sent by name: equal to those of the whole model, with little memory, and an end for all where one
+rank ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools.ranks import RankPool, on_ranks
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tools import hf_models
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.memory import memory_of
+from megapipe import parallel_state
+from megapipe.integrations.transformers import build_chunks, named_weights, save_pretrained
+
+SMALL = 8_000
+"""Bytes of a bucket, which most tensors fit into and the embedding does not."""
+
+
+def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert sorted(found) == sorted(expected), sorted(set(found) ^ set(expected))
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "phi3"])  # of files that are alike, split and joined
+@on_ranks(4)
+def test_two_sharded_replicas_in_a_v(rank: int, name: str, tmp_path: Path) -> None:
+    """What each rank gets is what the whole model would save: under the names of files, tied ones once."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model, chunks = hf_models.load_both(name, tmp_path, "zbv")
+    for chunk in chunks:
+        for module in (*chunk.own_layers, chunk):
+            fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
+    expected = load_file(tmp_path / "model.safetensors")
+    check_equal(dict(named_weights(chunks, bucket_size=SMALL)), expected)
+    check_equal(dict(named_weights(chunks, to=[0, 3])), expected if rank in (0, 3) else {})
+    halves = dict(named_weights(chunks, to=1, dtype=torch.bfloat16))
+    check_equal(halves, {n: t.bfloat16() for n, t in expected.items()} if rank == 1 else {})
+    assert model.num_parameters() > 0
+
+
+@on_ranks(2)
+def test_no_more_memory_than_a_bucket_and_a_tensor(rank: int) -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 128, "intermediate_size": 256}  # 64 KiB and 128 KiB a tensor, in 14 MiB
+    hf_models.initialise(2)
+    chunks = build_chunks(hf_models.make_config("llama", **sizes), "zbv")
+    largest, bucket = 128 * 256 * 4, 2**18
+
+    def read() -> None:
+        for _, tensor in named_weights(chunks, bucket_size=bucket):
+            tensor.sum()
+            del tensor
+
+    read()
+    assert memory_of("cpu", read).peak < bucket + largest + 2**15  # and what ranks tell each other
+
+
+def stop(chunks: Any) -> None:
+    for number, _ in enumerate(named_weights(chunks, bucket_size=SMALL)):
+        if number == 5:
+            break
+
+
+def fail(chunks: Any) -> None:
+    with suppress(KeyError):  # as a trainer that goes on, or an actor that tells its driver
+        for number, (name, _) in enumerate(named_weights(chunks, bucket_size=SMALL)):
+            if number == 5:
+                raise KeyError(name)
+
+
+def die(chunks: Any) -> None:
+    for number, _ in enumerate(named_weights(chunks, bucket_size=SMALL)):
+        if number == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_until(rank: int, end: Any) -> int:
+    hf_models.initialise(2)
+    chunks = build_chunks(hf_models.make_config("llama"), "1f1b")
+    if rank == 1:
+        end(chunks)
+        return 0
+    return len(dict(named_weights(chunks, bucket_size=SMALL)))
+
+
+@pytest.mark.parametrize(
+    ("end", "sentence"),
+    [
+        (stop, "rank 1 stopped reading weights behind 6 of 75"),
+        (fail, "rank 1 stopped reading weights behind 6 of 75"),
+        (die, "in the sending of weights"),
+    ],
+)
+def test_a_reader_that_ends_ends_it_for_all(ranks: RankPool, end: Any, sentence: str) -> None:
+    """The others would wait for it in their next exchange."""
+    first, second = ranks.run(2, read_until, end, errors=True)
+    assert isinstance(first, RuntimeError)
+    assert sentence in str(first)
+    assert second == (None if end is die else 0)
+
+
+@on_ranks(2)
+def test_wrong_arguments_are_told_to_all(rank: int) -> None:
+    hf_models.initialise(2)
+    chunks = build_chunks(hf_models.make_config("llama"), "zbv")
+    with pytest.raises(ValueError, match="rank 2, but there are 2"):
+        named_weights(chunks, to=2)
+    with pytest.raises(ValueError, match="with different arguments"):
+        named_weights(chunks, to=rank)
+    with pytest.raises(ValueError, match="each of 4 stages once, and was given"):
+        named_weights(chunks[: 2 - rank])
+    with pytest.raises(ValueError, match="bucket_size=0"):
+        named_weights(chunks, bucket_size=0)
+    assert dist.get_rank() == rank
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@on_ranks(4)
+def test_merged_adapters(rank: int, is_sharded: bool, tmp_path: Path) -> None:
+    """As peft merges them in one process, to the last bit; and without merging what save_pretrained writes of them."""
+    peft = pytest.importorskip("peft")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model, chunks = hf_models.load_both("llama", tmp_path / "base", "zbv")
+    options = {"target_modules": ["q_proj", "down_proj", "lm_head"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
+    if rank == 0:
+        adapted.save_pretrained(tmp_path / "adapter")
+    dist.barrier()
+    for chunk in chunks:
+        chunk.load_adapter(tmp_path / "adapter", is_trainable=True)
+    before = {name: p.clone() for chunk in chunks for name, p in chunk.named_parameters()}
+    if is_sharded:
+        for chunk in chunks:
+            for module in (*chunk.own_layers, chunk):
+                fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
+    save_pretrained(chunks, tmp_path / "saved")
+    check_equal(dict(named_weights(chunks)), load_file(tmp_path / "saved/adapter_model.safetensors"))
+    merged = dict(named_weights(chunks, merge_adapters=True, bucket_size=SMALL))
+    for chunk in chunks:
+        for name, p in chunk.named_parameters():
+            assert torch.equal(p.full_tensor() if is_sharded else p, before[name]), name
+    if rank == 0:  # whose adapters are those that were saved
+        whole = peft.PeftModel.from_pretrained(hf_models.make_model("llama"), tmp_path / "adapter")
+        check_equal(merged, whole.merge_and_unload().state_dict())
