@@ -75,6 +75,7 @@ NAMES: dict[str, dict[str, str]] = {
         "registry": "ELSEWHERE Schedule nearest register schedule_names",
         "residency": "gathered_chunks",
         "simulation": "Costs Simulation Span play simulate",
+        "standstill": "Standstill record_partly stand_still",
         "verbs": "Action ScheduleError Settings Verbs actions_of unit_in_words",
         "weight_placement": "place_weights",
     },
