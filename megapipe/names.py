@@ -12,6 +12,7 @@ NAMES: dict[str, dict[str, str]] = {
         "integrations.splitting": "CannotSplitError split",
         "layouts": "distribute_layers",
         "plan": "StageInfo schedule_names",
+        "proving": "prove",
         "runtime": "stages_for_rank warm_up",
         "schedules": "get_forward_backward_func schedule",
         "stages": "NoGradientWarning PipelineStage TrainingWarning UnsplitBackwardWarning",
@@ -78,6 +79,12 @@ NAMES: dict[str, dict[str, str]] = {
         "standstill": "Standstill record_partly stand_still",
         "verbs": "Action ScheduleError Settings Verbs actions_of unit_in_words",
         "weight_placement": "place_weights",
+    },
+    "megapipe.proving": {
+        "local_ranks": "RanksError",
+        "proof": "Difference Proof",
+        "proving": "prove",
+        "sizes": "Size Sizes check_sizes",
     },
     "megapipe.runtime": {
         "grad_sync": "GradientSync",
