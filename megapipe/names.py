@@ -76,7 +76,7 @@ NAMES: dict[str, dict[str, str]] = {
         "registry": "ELSEWHERE Schedule nearest register schedule_names",
         "residency": "gathered_chunks",
         "simulation": "Costs Simulation Span play simulate",
-        "standstill": "Standstill record_partly stand_still",
+        "standstill": "Standstill record_partly stand_still whole_units",
         "verbs": "Action ScheduleError Settings Verbs actions_of unit_in_words",
         "weight_placement": "place_weights",
     },
@@ -84,6 +84,7 @@ NAMES: dict[str, dict[str, str]] = {
         "local_ranks": "RanksError",
         "proof": "Difference Proof",
         "proving": "prove",
+        "schedule_proof": "ScheduleProof prove_schedule",
         "sizes": "Size Sizes check_sizes",
     },
     "megapipe.runtime": {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple, TextIO
 
-from ..plan import KINDS, Action, Costs, Plan, Span, Standstill
+from ..plan import KINDS, Action, Plan, Span, Standstill
 from .cells import Cell, cells_of, ink_on, kinds_in
 
 PREFIXES = "kMGTP"
@@ -38,12 +38,6 @@ def standstill_as_text(standstill: Standstill) -> str:
         for action, reason in zip(standstill.stands_at, standstill.reasons)
     ]
     return _grid(standstill.spans, marks)
-
-
-def whole_units(plan: Plan) -> Costs:
-    """Times with which each action of a plan takes a unit, and a whole backward two."""
-    time = float(plan.num_chunks * plan.num_slices)
-    return Costs(time, time, time)
 
 
 def _grid(rows: Sequence[Sequence[Span]], marks: Sequence[Sequence[str]]) -> str:

@@ -36,6 +36,12 @@ class Standstill:
         return max((row[-1].end for row in self.spans if row), default=0.0)
 
 
+def whole_units(plan: Plan) -> Costs:
+    """Times with which each action of a plan takes a unit, and a whole backward two."""
+    time = float(plan.num_chunks * plan.num_slices)
+    return Costs(time, time, time)
+
+
 def stand_still(plan: Plan, errors: Sequence[str] = (), costs: Costs | None = None) -> Standstill:
     """Play a plan as far as it goes.
 

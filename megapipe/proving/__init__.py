@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from .local_ranks import RanksError
     from .proof import Difference, Proof
     from .proving import prove
+    from .schedule_proof import ScheduleProof, prove_schedule
     from .sizes import Size, Sizes, check_sizes
 
-__all__ = ["Difference", "Proof", "RanksError", "prove"]
+__all__ = ["Difference", "Proof", "RanksError", "ScheduleProof", "prove", "prove_schedule"]
 
 __getattr__, __dir__ = names_on_first_use(__name__)

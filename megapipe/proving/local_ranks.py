@@ -61,7 +61,7 @@ def on_local_ranks(num_ranks: int, function: Callable[[], Any], timeout: float) 
                 end.send(port)
             return _gather(processes, ends, timeout, Path(folder))
         finally:
-            for process in processes:
+            for process in reversed(processes):  # the first one has the store, which others look for
                 process.kill()
                 process.join()
 

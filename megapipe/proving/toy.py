@@ -11,17 +11,20 @@ from torch import Tensor, nn
 
 from .. import weight_grad
 from ..layouts import distribute_layers
-from ..plan import StageInfo
+from ..plan import Placement, StageInfo
+from ..timing import LiveStorages
 
-WIDTH, VOCABULARY, LENGTH, BATCH = 32, 17, 16, 2
+WIDTH, INNER, VOCABULARY, LENGTH, BATCH = 16, 512, 17, 16, 2
+"""What a layer keeps for its backward is many times what stages send each other, so that held microbatches can be
+counted in bytes."""
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.down(F.gelu(self.up(self.norm(x))))
@@ -77,3 +80,20 @@ def forward_step(data_iterator: Iterator[tuple[Tensor, Tensor]], chunk: nn.Modul
         return loss, loss.detach()
 
     return chunk(tokens), loss_func
+
+
+def bytes_of_microbatch(
+    placement: Placement, rank: int, pp_size: int, num_chunks: int, num_layers: int
+) -> tuple[int, int]:
+    """What a rank holds of one microbatch between its forward and its backward, and what its gradients take."""
+    (tokens, _), *_ = microbatches(1)
+    held = gradients = 0
+    for info in placement.stages(rank, pp_size, num_chunks):
+        stage = Layers(info, num_layers)
+        x = tokens if info.is_first else torch.zeros(BATCH, LENGTH, WIDTH, requires_grad=True)
+        with LiveStorages() as live:
+            output = stage(x)
+            held += live.held + (0 if info.is_first else x.nbytes)
+        del output
+        gradients += sum(parameter.nbytes for parameter in stage.parameters())
+    return held, gradients

@@ -8,8 +8,18 @@ import pytest
 from megapipe import schedule
 from megapipe.analysis.charts import save_standstill
 from megapipe.analysis.cli import main
-from megapipe.analysis.text import standstill_as_text, whole_units
-from megapipe.plan import Plan, ScheduleError, load_plan, loop, make_plan, record_partly, registry, stand_still
+from megapipe.analysis.text import standstill_as_text
+from megapipe.plan import (
+    Plan,
+    ScheduleError,
+    load_plan,
+    loop,
+    make_plan,
+    record_partly,
+    registry,
+    stand_still,
+    whole_units,
+)
 from megapipe.schedules import BW, F
 
 
