@@ -58,6 +58,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--microbatches": ("microbatches per step", NUMBER),
     "--chunks": ("stages per rank, for schedules that leave it open; tune tries 2 and 4", {**NUMBER, "nargs": "+"}),
     "--slices": ("slices per sequence, for schedules that cut them", {**NUMBER, "nargs": "+"}),
+    "--like": ("the schedule that it is to be, action by action: a name, or a file of a plan", {"metavar": "SCHEDULE"}),
     # Settings of the config
     "--min-pending-weights": ("Ws that stay pending until the last B is done, for the windows of --exchange", WEIGHTS),
     "--max-pending-weights": ("most Ws that stay pending after a B", WEIGHTS),
@@ -149,7 +150,7 @@ COMMANDS = {
     "prove": Command(
         prove_command,
         "whether a schedule is right: every size on paper, some on processes of this machine, and in torch's runtime",
-        "schedule / --chunks --save",
+        "schedule / --chunks --like --save",
     ),
     "tune": Command(
         tune,

@@ -29,7 +29,8 @@ def prove_command(args: argparse.Namespace) -> int:
         if not path.endswith(ENDINGS):
             raise ValueError(f"--save {path}: the ending is one of {', '.join(ENDINGS)}.")
     name = import_schedule(args.schedule)
-    proof = prove_schedule(name, (args.chunks or [None])[0], tell=doing)
+    like = None if args.like is None else import_schedule(args.like)
+    proof = prove_schedule(name, (args.chunks or [None])[0], like, tell=doing)
     print_page(proof)
     for path in args.save:
         save(proof, path)

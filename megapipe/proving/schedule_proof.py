@@ -23,6 +23,7 @@ from ..plan import (
     stand_still,
     whole_units,
 )
+from .likeness import unlike
 from .proof import Proof
 from .sizes import Size, Sizes, check_sizes, plan_of_size
 
@@ -46,6 +47,7 @@ class ScheduleProof:
         runs: what came out of it, against the whole model.
         torchs: the same by torch's runtime, from the plan's CSV.
         not_by_torch: why torch cannot run it; "" where it can.
+        unlike: in which respect it is not the schedule that it is to be; "" where it is.
         plan: the one that is drawn.
         held: by rank, the most microbatches at once that were measured in its run; none where it was not run.
     """
@@ -57,16 +59,19 @@ class ScheduleProof:
     runs: list[Proof] = field(default_factory=list)
     torchs: list[Proof] = field(default_factory=list)
     not_by_torch: str = ""
+    unlike: str = ""
     plan: Plan | None = None
     held: list[float] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.sizes.right) and not self.sizes.wrong and all(self.runs) and all(self.torchs)
+        is_right = bool(self.sizes.right) and not self.sizes.wrong and not self.unlike
+        return is_right and all(self.runs) and all(self.torchs)
 
     @property
     def mistakes(self) -> list[str]:
         """What is wrong, in sentences."""
         found = [] if self.sizes.right and not self.sizes.wrong else [f"{self.sizes}".rstrip(".") + "."]
+        found += [self.unlike] if self.unlike else []
         found += [f"{proof.subject}: {text}" for proof in self.runs if not proof for text in _reasons(proof)]
         found += [
             f"by torch, {proof.subject}: {text}" for proof in self.torchs if not proof for text in _reasons(proof)
@@ -93,7 +98,10 @@ def _reasons(proof: Proof) -> list[str]:
 
 
 def prove_schedule(
-    name: AnySchedule, num_chunks: int | None = None, tell: Callable[[str], None] = lambda text: None
+    name: AnySchedule,
+    num_chunks: int | None = None,
+    like: AnySchedule | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> ScheduleProof:
     """Prove a schedule: that no size up to 8 ranks and 4 microbatches a rank hangs or mixes messages up, that its steps
     on 2 and 4 processes of this machine compute what one process does, and that torch's runtime does so too.
@@ -101,6 +109,7 @@ def prove_schedule(
     Args:
         name: as `find_schedule` takes it: a schedule or its name, or a plan or a file of one, which has one size.
         num_chunks: per rank, where the schedule leaves that open.
+        like: the schedule that it is to be, action by action.
         tell: is told what is done now.
     """
     if (wrong := _wrong_as_written(name)) is not None:
@@ -111,6 +120,10 @@ def prove_schedule(
     proof = ScheduleProof(schedule.name, sizes)
     if sizes.first is not None:
         proof.standstill = _standstill(schedule, sizes.first, num_chunks)
+        return proof
+    if like is not None and (text := unlike(schedule, like, sizes)):
+        proof.unlike = text
+        proof.plan = plan_of_size(schedule, max(sizes.right, key=_is_usual), num_chunks)
         return proof
     to_run = [size for size in sizes.right if size.pp_size in (RANKS if schedule.sizes is None else [size.pp_size])]
     for pp_size in sorted({size.pp_size for size in to_run}):
