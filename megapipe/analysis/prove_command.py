@@ -7,12 +7,13 @@ import contextlib
 import io
 import json
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import megapipe
 
 from ..plan import Costs, Plan, Settings, Simulation, find_schedule, schedule_names, simulate
-from ..proving import ScheduleProof, prove_schedule
+from ..proving import ScheduleProof, Size, prove_schedule
 from .arguments import Memory, import_schedule
 from .charts import save_picture, save_standstill
 from .choose import PLAIN, all_schedules, front_of
@@ -56,7 +57,7 @@ def _runs(proof: ScheduleProof) -> str:
     if not proof.runs:
         return "not run: it has forwards only, or one rank" if proof.sizes.right else "not run"
     word = "what one process does, to the last bit" if all(proof.runs) else "NOT what one process does"
-    return f"two steps compute {word}: {_sizes(proof)}. In the last these are {proof.runs[-1].counts}"
+    return f"two steps compute {word}: {_sizes(proof.ran)}. In the last these are {proof.runs[-1].counts}"
 
 
 def _torchs(proof: ScheduleProof) -> str:
@@ -65,13 +66,14 @@ def _torchs(proof: ScheduleProof) -> str:
     if not proof.torchs:
         return "not run"
     word = "the same, to the last bit" if all(proof.torchs) else "NOT the same"
-    return f"{word}, by torch's _PipelineScheduleRuntime from the plan's CSV, with as many microbatches"
+    last = {size.pp_size: size for size in proof.ran}
+    return f"{word}, by torch's _PipelineScheduleRuntime from the plan's CSV: {_sizes([*last.values()])}"
 
 
-def _sizes(proof: ScheduleProof) -> str:
+def _sizes(sizes: Sequence[Size]) -> str:
     """`3 and 4 microbatches on 2 ranks`, and so on."""
     by_ranks: dict[int, list[str]] = {}
-    for size in proof.ran:
+    for size in sizes:
         by_ranks.setdefault(size.pp_size, []).append(str(size.num_microbatches))
     return ", ".join(f"{' and '.join(of)} microbatches on {pp_size} ranks" for pp_size, of in by_ranks.items())
 

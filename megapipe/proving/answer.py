@@ -16,8 +16,10 @@ from ..plan import StageInfo
 from ..stages import PipelineStage
 from .calls import Moment, first_departure, recorded
 from .compare import compare
+from .local_ranks import first_failure
 from .mistakes import Step, gradient_mistakes
 from .names import Place, tensors_of
+from .places import error_in_words
 from .proof import Proof
 from .question import Question, takes_nothing
 from .trial import Evidence, Trial
@@ -46,13 +48,28 @@ def answer(question: Question, watches_memory: bool = False) -> Proof:
     if error:
         raise ValueError(error)
     trial.load(values)
-    everybody = _gather(trial.train(question.num_steps, watches_memory))
+    everybody, failed = _trained(trial, watches_memory)
+    if failed:
+        return Proof(subject_of(question), mistakes=[failed])
     microbatch = _from_first(lambda: -1 if judge is None else judge.look(everybody))
     if microbatch >= 0:
         calls = _record_again(trial, values, microbatch, judge)
         if judge is not None:
             judge.look_at_calls(calls, microbatch)
     return _from_first(lambda: judge.proof if judge is not None else Proof(""))
+
+
+def _trained(trial: Trial, watches_memory: bool) -> tuple[list[Evidence], str]:
+    """What every rank has to say, or which one has failed: so that none waits for it here."""
+    found: Evidence | str
+    try:
+        found = trial.train(trial.question.num_steps, watches_memory)
+    except Exception as error:
+        found = error_in_words(error)
+    everybody = _gather(found)
+    errors = {rank: one for rank, one in enumerate(everybody) if isinstance(one, str)}
+    evidence = [one for one in everybody if isinstance(one, Evidence)]
+    return evidence, first_failure(errors) if errors else ""
 
 
 def _record_again(trial: Trial, values: Mapping[Place, Tensor], microbatch: int, judge: Judge | None) -> list[Moment]:

@@ -112,13 +112,14 @@ def _gather(processes: Sequence[Any], ends: Sequence[Connection], timeout: float
     if not errors:
         places = "; ".join(f"rank {rank} {place}" for rank, place in waiting.items())
         raise RanksError(f"it hangs: after {timeout:g} s {places}.")
-    first, *others = [f"rank {rank} failed: {errors[rank]}" for rank in sorted(errors, key=_is_told(errors))]
-    raise RanksError(" | ".join([first, *others[:1]]))
+    raise RanksError(first_failure(errors))
 
 
-def _is_told(errors: dict[int, str]) -> Callable[[int], tuple[bool, int]]:
-    """Sorts ranks that tell of a failure of their own before those that have heard of one."""
-    return lambda rank: (errors[rank].startswith(("PipelineError", "DistNetworkError", "RuntimeError: [")), rank)
+def first_failure(errors: dict[int, str]) -> str:
+    """What has failed first, by rank: one that has not heard of the failure of another."""
+    heard = ("PipelineError", "DistNetworkError", "DistBackendError", "RuntimeError: [")
+    rank = min(errors, key=lambda rank: (errors[rank].startswith(heard), rank))
+    return f"rank {rank} failed: {errors[rank]}"
 
 
 def _where(process: Any, places: Path) -> str:

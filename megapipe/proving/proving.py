@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ def prove(
     make_stage: Callable[[StageInfo], nn.Module] | None = None,
     forward_step: Callable[..., Any] | None = None,
     *,
-    data: Sequence[Any],
+    data: Iterable[Any],
     schedule: Any = "1f1b",
     whole: Callable[[], nn.Module] | nn.Module | None = None,
     model: nn.Module | None = None,
@@ -85,7 +85,7 @@ def prove(
     if make_stage is None and model is None and isinstance(schedule, (str, os.PathLike)):
         raise ValueError("give make_stage, which makes the module of a stage, or model, a whole one to be cut.")
     question = Question(
-        make_stage, forward_step, data, schedule, whole, loss, train_step, optimizer, num_chunks, pp_size,
+        make_stage, forward_step, list(data), schedule, whole, loss, train_step, optimizer, num_chunks, pp_size,
         num_replicas, num_steps, tolerance, name_of, options or {}, timeout,
     )  # fmt: skip
     check_question(question)

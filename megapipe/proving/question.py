@@ -91,8 +91,8 @@ class Question:
 
 def check_question(question: Question) -> None:
     """Raises ValueError or TypeError for what cannot be proved."""
-    if not isinstance(question.data, Sequence) or not len(question.data):
-        raise TypeError("data is a list of the microbatches of one step, of all replicas: give at least one.")
+    if not question.data:
+        raise ValueError("data has the microbatches of one step, of all replicas, and is empty: give at least one.")
     if len(question.data) % question.num_replicas:
         raise ValueError(
             f"{len(question.data)} microbatches are no multiple of {question.num_replicas} replicas: give each as many."
