@@ -65,6 +65,8 @@ def _trained(trial: Trial, watches_memory: bool) -> tuple[list[Evidence], str]:
     try:
         found = trial.train(trial.question.num_steps, watches_memory)
     except Exception as error:
+        if trial.question.is_local:  # whoever has forked it ends the others, which may wait in the next step
+            raise
         found = error_in_words(error)
     everybody = _gather(found)
     errors = {rank: one for rank, one in enumerate(everybody) if isinstance(one, str)}

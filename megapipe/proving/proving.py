@@ -102,6 +102,7 @@ def prove_on_local_ranks(question: Question, watches_memory: bool = False) -> Pr
     if question.pp_size is None:
         sizes = find_schedule(question.schedule).sizes if question.is_of_megapipe else None
         question = replace(question, pp_size=2 if sizes is None else sizes.pp_size)
+    question = replace(question, is_local=True)
     assert question.pp_size is not None
     try:
         found = on_local_ranks(

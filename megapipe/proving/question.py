@@ -58,6 +58,8 @@ class Question:
     name_of: Callable[[str, StageInfo], str] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     timeout: float = 60.0
+    is_local: bool = False
+    """Ranks are processes that this one has forked, and is told by what has failed."""
 
     @property
     def num_microbatches(self) -> int:

@@ -201,6 +201,7 @@ def _run(schedule: Schedule, plans: Sequence[Plan]) -> tuple[list[Proof], list[P
             loss=toy.loss_of,
             num_chunks=plan.num_chunks,
             pp_size=pp_size,
+            is_local=True,
             tolerance=ROUNDED if by_torch and plan.num_microbatches & (plan.num_microbatches - 1) else 0.0,
         )
 
