@@ -24,7 +24,7 @@ TORCHRUN := $(RUN) -m torch.distributed.run
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu test-models test-megatron test-torchtitan test-rl test-nodes wheel fuzz soak lint docs site bench \
+.PHONY: help pretrain generate test test-gpu test-models test-megatron test-torchtitan test-rl test-nodes wheel fuzz labs soak lint docs site bench \
 	bench-all bench-peers bench-packages bench-gpu format clean
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make test-nodes  run the example on two nodes of a network of its own, with faults (as root; ten minutes)"
 	@echo "make wheel      build the wheel and the sdist, and try the wheel where nothing else is installed"
 	@echo "make fuzz       try random cases against the unpartitioned model for MINUTES=10 (SEED=... for the same ones again)"
+	@echo "make labs       prove the solutions of all labs, and let thirty mistakes be found (a minute)"
 	@echo "make soak       run the tests that take long, then break a run in 100 ways, at random (SEED=...): half an hour"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       write the pages made from code: schedules, pictures, settings, index"
@@ -143,6 +144,9 @@ wheel: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -W ignore tests/fuzz --minutes $(MINUTES) $(addprefix --seed ,$(SEED))
+
+labs: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN) labs/check.py
 
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 -m soak

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .integrations.splitting import CannotSplitError, split
     from .layouts import distribute_layers
     from .plan import StageInfo, schedule_names
+    from .proving import prove
     from .runtime import stages_for_rank, warm_up
     from .schedules import get_forward_backward_func, schedule
     from .stages import NoGradientWarning, PipelineStage, TrainingWarning, UnsplitBackwardWarning
@@ -51,6 +52,7 @@ __all__ = [
     "divide_by_num_tokens",
     "get_forward_backward_func",
     "parallel_state",
+    "prove",
     "schedule",
     "schedule_names",
     "schedules",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..plan import KINDS, Action, Plan, RankStep, Simulation, Span
-from .cells import DARK, LIGHT, Held, Level, cells_of, held_by_plan, ink_on, kinds_in, levels_in_bytes, levels_of
+from ..plan import KINDS, Action, Plan, RankStep, Simulation, Span, Standstill
+from .cells import DARK, LIGHT, Level, cells_of, held_by_plan, ink_on, kinds_in, levels_in_bytes, levels_of
 from .text import bytes_in_words
 
 TITLES = ("measured: waits for messages in grey, the host in white", "by the plan")
@@ -18,6 +18,9 @@ COLUMN, ROW = 0.22, 0.55
 
 MOST_COLUMNS = 112
 """How many short actions a picture has room for: where there are more, all are narrower, and short ones unnamed."""
+
+STANDS = "#c4001d"
+"""The colour of what does not go on."""
 
 CELL, LEVEL = 0.66, 0.24
 """The heights of the actions and, below them, of the microbatches held, as shares of a rank's row."""
@@ -36,11 +39,7 @@ def save_picture(
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("a picture needs matplotlib: pip install 'megapipe[viz]'.") from None
-
+    figure_of_size = _figures()
     panels: list[Sequence[Sequence[Span]]] = [simulation.spans]
     held = [held_by_plan(simulation)]
     if measured is not None:
@@ -51,11 +50,14 @@ def save_picture(
     columns = (end - begin) / _usual_length(simulation.spans)
     shortest = 0.7 * (end - begin) / MOST_COLUMNS if columns > MOST_COLUMNS else 0.0  # of those that have a name
     columns = min(MOST_COLUMNS, columns)
-    size = (max(6.0, COLUMN * columns + 1.2), 0.6 + len(panels) * (0.35 + ROW * plan.pp_size))
-    figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT.page)
+    figure = figure_of_size(columns, len(panels) * plan.pp_size, len(panels))
     grid = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axes, ranks, memory, title in zip(grid, panels, held, TITLES):
-        _draw_timeline(axes, plan, ranks, memory, shortest)
+        _draw_timeline(axes, plan, ranks, shortest)
+        if memory is not None:
+            _draw_levels(axes, levels_in_bytes(ranks, memory), bytes_in_words)
+        elif not plan.forward_only:
+            _draw_levels(axes, levels_of(plan, ranks), "{:g}".format)
         axes.set_xlim(begin, end)
         if measured is not None:
             axes.set_title(title, loc="left", fontsize=9, color=LIGHT.text)
@@ -63,25 +65,65 @@ def save_picture(
         _draw_waits(grid[0], measured)
         grid[-1].set_xlabel("ms", color=LIGHT.text)
     _draw_legend(figure, plan, "bytes" if any(held) else "microbatches")
+    _save(figure, path)
+
+
+def save_standstill(standstill: Standstill, path: str | Path) -> None:
+    """Save a step as far as it goes: as `save_picture`, with an outline where a rank waits for ever, or stops.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    from matplotlib.patches import Rectangle
+
+    plan, figure_of_size = standstill.plan, _figures()
+    length = _usual_length(standstill.spans)
+    end = standstill.end + length
+    figure = figure_of_size(min(MOST_COLUMNS, end / length), plan.pp_size, 1)
+    axes = figure.subplots()
+    _draw_timeline(axes, plan, standstill.spans, 0.0)
+    axes.set_xlim(0.0, end)
+    for rank, (action, reason) in enumerate(zip(standstill.stands_at, standstill.reasons)):
+        if reason:
+            begin = standstill.spans[rank][-1].end if standstill.spans[rank] else 0.0
+            place = (begin, rank - 0.5), length, CELL
+            axes.add_patch(Rectangle(*place, fill=False, edgecolor=STANDS, linewidth=1.4, linestyle="--"))
+            axes.text(
+                begin + length / 2, rank - 0.5 + CELL / 2, "!" if action is None else f"{action.kind[0]}{action.unit}?",
+                ha="center", va="center_baseline", fontsize=8, color=STANDS,
+            )  # fmt: skip
+    _draw_legend(figure, plan, "")
+    _save(figure, path)
+
+
+def _figures() -> Callable[[float, int, int], Any]:
+    """Makes a figure for so many short actions, ranks and panels. Raises ValueError where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a picture needs matplotlib: pip install 'megapipe[viz]'.") from None
+
+    def figure_of_size(columns: float, num_rows: int, num_panels: int) -> Any:
+        size = (max(6.0, COLUMN * columns + 1.2), 0.6 + 0.35 * num_panels + ROW * num_rows)
+        return Figure(figsize=size, layout="constrained", facecolor=LIGHT.page)
+
+    return figure_of_size
+
+
+def _save(figure: Any, path: str | Path) -> None:
     if str(path).endswith(".svg"):
         Path(path).write_text(_svg_of(figure))
     else:
         figure.savefig(path, dpi=120)
 
 
-def _draw_timeline(
-    axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]], memory: Sequence[Held] | None, shortest: float
-) -> None:
+def _draw_timeline(axes: Any, plan: Plan, ranks: Sequence[Sequence[Span]], shortest: float) -> None:
     for rank, cells in enumerate(cells_of(plan, ranks)):
         for cell in cells:
             height = CELL / len(cell.actions)
             for index, action in enumerate(cell.actions):  # a pair: F above B
                 place = (cell.start, rank - 0.5 + index * height), cell.end - cell.start, height
                 _draw_action(axes, plan, action, place, is_named=cell.end - cell.start >= shortest)
-    if memory is not None:
-        _draw_levels(axes, levels_in_bytes(ranks, memory), bytes_in_words)
-    elif not plan.forward_only:
-        _draw_levels(axes, levels_of(plan, ranks), "{:g}".format)
     names = [f"rank {rank}" for rank in range(plan.pp_size)]
     axes.set_yticks([rank - 0.5 + CELL / 2 for rank in range(plan.pp_size)], names)
     axes.set_ylim(plan.pp_size - 0.5, -0.5)
@@ -133,7 +175,11 @@ def _draw_waits(axes: Any, measured: Sequence[RankStep]) -> None:
             axes.barh(rank - 0.5 + CELL / 2, end - start, left=start, height=CELL / 2, color=LIGHT.wait)
 
 
-def _draw_legend(figure: Any, plan: Plan, what: str) -> None:
+def _draw_legend(figure: Any, plan: Plan, held: str) -> None:
+    """
+    Args:
+        held: what is drawn of it below the actions; "" for a step that does not come to its end.
+    """
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -146,10 +192,12 @@ def _draw_legend(figure: Any, plan: Plan, what: str) -> None:
         entries["F above B: overlapped pair"] = patches(
             *{kind.message: kind.colours[0] for kind in kinds_in(plan) if kind.message}.values()
         )
-    if not plan.forward_only:
-        entries[f"{what} held, with the most at the right"] = patches(LIGHT.faint)
+    if held and not plan.forward_only:
+        entries[f"{held} held, with the most at the right"] = patches(LIGHT.faint)
     if plan.num_chunks > 1:
         entries["dark: odd chunks"] = patches("none")
+    if not held:
+        entries["waits for ever (!: an error)"] = (Patch(fill=False, edgecolor=STANDS, linestyle="--"),)
     figure.legend(
         list(entries.values()), list(entries), loc="outside upper left", ncols=len(entries), frameon=False, fontsize=8,
         labelcolor=LIGHT.text, handler_map={tuple: HandlerTuple(ndivide=None)}, columnspacing=1.2, handlelength=1.6,
@@ -159,7 +207,7 @@ def _draw_legend(figure: Any, plan: Plan, what: str) -> None:
 def _usual_length(ranks: Sequence[Sequence[Span]]) -> float:
     """The time of a short action, longer than one in twenty. The width of a picture follows from it."""
     lengths = sorted(end - start for spans in ranks for _, start, end in spans if end > start)
-    return lengths[len(lengths) // 20]
+    return lengths[len(lengths) // 20] if lengths else 1.0
 
 
 def _svg_of(figure: Any) -> str:

@@ -56,7 +56,7 @@ def compare(args: argparse.Namespace) -> None:
     costs, (names, own) = costs_of(args), _names_of(args)
     memory = memory_of(args, costs.memory)
     sizes = (args.pp, args.microbatches, args.chunks or [None])
-    rows = _all_schedules(names, *sizes, costs, args.slices or [1], settings_of(args))
+    rows = all_schedules(names, *sizes, costs, args.slices or [1], settings_of(args))
     found = _show_rows(rows, args, memory, own, unit="")
     for path in args.save:
         _save_table(found, path)
@@ -90,7 +90,7 @@ def tune(args: argparse.Namespace) -> None:
             say(f"(the measured run did what --{option} is for; without it the schedules below do not)")
     slices, chunks = args.slices or [plan.num_slices], args.chunks or [2, 4]
     sizes = (plan.pp_size, args.microbatches or plan.num_microbatches, chunks)
-    rows = _all_schedules(names, *sizes, costs, slices, settings_of(args), measured, exact)
+    rows = all_schedules(names, *sizes, costs, slices, settings_of(args), measured, exact)
     _show_rows(rows, args, memory, own, unit="ms")
     say(UNITS)
     plan, simulation = _recommend(rows, memory, may_split=not args.unsplit)
@@ -163,7 +163,7 @@ def _recommend(rows: Rows, memory: Memory, may_split: bool) -> tuple[Plan, Simul
     return plan, simulation
 
 
-def _all_schedules(
+def all_schedules(
     names: Iterable[str],
     pp_size: int,
     num_microbatches: int,

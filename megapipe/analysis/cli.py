@@ -17,6 +17,7 @@ from ..plan import nearest
 from .choose import compare, tune
 from .fit_command import fit_command
 from .progress import telling
+from .prove_command import prove_command
 from .show import show
 from .status import status
 from .text import is_closed
@@ -57,6 +58,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--microbatches": ("microbatches per step", NUMBER),
     "--chunks": ("stages per rank, for schedules that leave it open; tune tries 2 and 4", {**NUMBER, "nargs": "+"}),
     "--slices": ("slices per sequence, for schedules that cut them", {**NUMBER, "nargs": "+"}),
+    "--like": ("the schedule that it is to be, action by action: a name, or a file of a plan", {"metavar": "SCHEDULE"}),
     # Settings of the config
     "--min-pending-weights": ("Ws that stay pending until the last B is done, for the windows of --exchange", WEIGHTS),
     "--max-pending-weights": ("most Ws that stay pending after a B", WEIGHTS),
@@ -96,7 +98,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--save": (
         "write what the ending asks for. show: .csv or .json (the plan), .svg or .png (a picture), .trace.json (for "
         "Perfetto); compare: .csv or .json (the table); tune: .csv or .json (the recommended plan, its Ws placed by "
-        "the measured times)",
+        "the measured times); prove: .md (the page), .svg or .png (the picture), .json",
         {"nargs": "+", "metavar": "FILE", "default": []},
     ),
     # The job of fit
@@ -125,7 +127,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Command(NamedTuple):
-    run: Callable[[argparse.Namespace], None]
+    run: Callable[[argparse.Namespace], int | None]
+    """Returns the exit status; None for 0."""
     help: str
     options: str
     """The names of its options, those before / are needed."""
@@ -143,6 +146,11 @@ COMMANDS = {
         compare,
         "all schedules in one table, fastest first",
         f"--pp --microbatches / {PLAN} --times --p2p --exchange --speeds {CHOICE}",
+    ),
+    "prove": Command(
+        prove_command,
+        "whether a schedule is right: every size on paper, some on processes of this machine, and in torch's runtime",
+        "schedule / --chunks --like --save",
     ),
     "tune": Command(
         tune,
@@ -167,10 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the command's name; None takes those of the process.
 
     Returns:
-        Its exit status: 2 for wrong arguments, after one sentence about what is wrong; 1 where its output is not read
+        Its exit status: 1 where `prove` has found something wrong; 2 for wrong arguments, after one sentence about what
+        is wrong; 1, too, where its output is not read
         to the end, as in `megapipe compare ... | head` or `>&-`; 130 where it was interrupted.
     """
-    parser, name = _parser(), ""
+    parser, name, status = _parser(), "", 0
     try:
         args = unknown = None
         with suppress(SystemExit):  # argparse has printed the help or the version
@@ -181,13 +190,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ValueError(_unknown(unknown[0], COMMANDS[args.command].options if name else "--help --version"))
             if name:
                 with telling(f"megapipe{name}"):
-                    COMMANDS[args.command].run(args)
+                    status = COMMANDS[args.command].run(args) or 0
             else:
                 parser.print_help()
         if is_closed():
             return 1
         sys.stdout.flush()
-        return 0
+        return status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so when it ends
         return 1

@@ -8,11 +8,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from ..plan import WEIGHTS, Plan, RankStep, Simulation, Span, find_schedule, load_plan, simulate
+from ..plan import (
+    WEIGHTS,
+    Plan,
+    RankStep,
+    ScheduleError,
+    Simulation,
+    Span,
+    Standstill,
+    find_schedule,
+    load_plan,
+    record_partly,
+    simulate,
+    stand_still,
+    whole_units,
+)
 from .arguments import check_size, check_time, costs_of, import_schedule, record_plan, settings_of
 from .bubble import split_bubble
-from .charts import save_picture
-from .text import Form, bytes_in_words, listed, print_legend, print_timeline, say
+from .charts import save_picture, save_standstill
+from .text import Form, bytes_in_words, listed, print_legend, print_timeline, say, standstill_as_text
 from .timeline import Timeline, load_timeline
 
 SIZES = ("pp", "microbatches", "chunks", "slices")
@@ -25,7 +39,11 @@ def show(args: argparse.Namespace) -> None:
     if measured is not None and (given := _given(args, SIZES + SETTINGS + TIMES)):
         raise ValueError(f"{given[0]} is for plans: a measured timeline shows what its layers did. See megapipe tune.")
     plan = _find_plan(args) if measured is None else measured.plan
-    plan.check()
+    try:
+        plan.check()
+    except ScheduleError:
+        show_standstill(stand_still(plan, costs=whole_units(plan)), args.save)
+        raise
     check_size(*plan.sizes.values())
     simulation = simulate(plan, costs_of(args)) if measured is None else measured.predict()
     check_time(simulation)
@@ -44,6 +62,18 @@ def show(args: argparse.Namespace) -> None:
         _print_figures(plan, simulation, args.times[0])
     else:
         _print_measured(measured, simulation)
+
+
+def show_standstill(standstill: Standstill, save: Sequence[str] = ()) -> None:
+    """Print a step as far as it goes, and save its pictures. Nothing where all ranks come to the end: what is wrong
+    with the plan is something else."""
+    if not any(standstill.reasons):
+        return
+    print(standstill_as_text(standstill))
+    say("legend     1B0? the rank waits there for ever; ! it stops with an error")
+    for path in save:
+        if path.endswith((".svg", ".png")):
+            save_standstill(standstill, path)
 
 
 def _save(plan: Plan, simulation: Simulation, measured: Timeline | None, path: str) -> None:
@@ -74,7 +104,13 @@ def _find_plan(args: argparse.Namespace) -> Plan:
     chunks, slices = args.chunks or [None], args.slices or [1]
     if len(chunks) + len(slices) > 2:
         raise ValueError("show draws one plan: give one number of --chunks and of --slices, or see megapipe compare.")
-    return record_plan(name, args.pp, args.microbatches, chunks[0], slices[0], settings_of(args), costs_of(args))
+    sizes = (args.pp, args.microbatches, chunks[0], slices[0], settings_of(args))
+    try:
+        return record_plan(name, *sizes, costs_of(args))
+    except ScheduleError:
+        plan, errors = record_partly(name, *sizes)
+        show_standstill(stand_still(plan, errors, whole_units(plan)), args.save)
+        raise
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple, TextIO
 
-from ..plan import KINDS, Action, Plan, Span
+from ..plan import KINDS, Action, Plan, Span, Standstill
 from .cells import Cell, cells_of, ink_on, kinds_in
 
 PREFIXES = "kMGTP"
@@ -28,16 +28,36 @@ def as_text(plan: Plan, forward: int = 1, backward_input: int = 1, backward_weig
     """
     times = (forward, backward_input, backward_weight)
     simulation = plan.simulate(*(time * plan.num_chunks * plan.num_slices for time in times))
-    num_units = round(simulation.makespan)
-    rows = []
-    for spans in simulation.spans:
+    return _grid(simulation.spans, [[] for _ in simulation.spans])
+
+
+def standstill_as_text(standstill: Standstill) -> str:
+    """A step as far as it goes: `1B0?` where the rank waits for ever, `!` where it stops with an error."""
+    marks = [
+        [f"{action}?"] if action is not None else ["!"] * bool(reason)
+        for action, reason in zip(standstill.stands_at, standstill.reasons)
+    ]
+    return _grid(standstill.spans, marks)
+
+
+def _grid(rows: Sequence[Sequence[Span]], marks: Sequence[Sequence[str]]) -> str:
+    """
+    Args:
+        rows: by rank, with starts and ends in whole units.
+        marks: by rank, what is written behind the last action.
+    """
+    cells_of_rank = []
+    num_units = max(round(row[-1].end) if row else 0 for row in rows)
+    for spans, own in zip(rows, marks):
         cells = ["."] * num_units
         for action, start, end in spans:
             for unit in range(round(start), round(end)):
                 cells[unit] = str(action)
-        rows.append(cells)
-    width = max(len(cell) for row in rows for cell in row)
-    return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
+        last = round(spans[-1].end) if spans else 0
+        cells[last : last + len(own)] = own
+        cells_of_rank.append(cells)
+    width = max(len(cell) for row in cells_of_rank for cell in row)
+    return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in cells_of_rank)
 
 
 # Lines

@@ -92,7 +92,7 @@ def _addresses_of(host: str, port: int) -> set[Address]:
 
 
 def _address(pair: Any) -> Address:
-    """Of a socket's, of which IPv6 has longer ones, and others for those of IPv4."""
+    """The address of a socket, of which IPv6 has longer ones, and others for those of IPv4."""
     address = ip_address(str(pair[0]).partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address, pair[1]
 

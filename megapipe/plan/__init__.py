@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .registry import ELSEWHERE, Schedule, nearest, register, schedule_names
     from .residency import gathered_chunks
     from .simulation import Costs, Simulation, Span, play, simulate
+    from .standstill import Standstill, record_partly, stand_still, whole_units
     from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words
     from .weight_placement import place_weights
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .facts import PlanFacts
 from .kinds import KINDS, kind_of
 from .program import run
 from .recorder import ChannelName, PlanRecorder
-from .verbs import ScheduleError, unit_in_words, unit_name
+from .verbs import Action, ScheduleError, unit_in_words, unit_name
 
 
 def check_channels(plan: PlanFacts) -> None:
@@ -91,21 +92,61 @@ def check_ended(plan: PlanFacts, ends: Sequence[Sequence[float]]) -> None:
     """Raises ScheduleError where ranks did not get through all of their actions when they were run, and says for what
     they wait."""
     num_done = list(map(len, ends))
-    waits = [_describe_wait(plan, rank, num_done) for rank, n in enumerate(num_done) if n < len(plan.actions[rank])]
-    if waits:
-        raise ScheduleError(f"{plan.name} would hang: {'; '.join(waits)}.")
+    if waits := waits_of(plan, num_done):
+        raise ScheduleError(f"{plan.name} would hang: {'; '.join(map(str, waits.values()))}.")
 
 
-def _describe_wait(plan: PlanFacts, rank: int, num_done: list[int]) -> str:
-    program, index = plan.program, num_done[rank]
-    for waiting in (index, program.pairs[rank].get(index, index)):
-        source = program.sources[rank][waiting]
-        peer, sent_after = program.senders[source]
-        if source >= 0 and sent_after >= num_done[peer]:
-            break
-    action = plan.actions[rank][waiting]
-    what = "forward input" if KINDS[action.kind].is_forward else "output gradient"
+@dataclass(frozen=True)
+class Wait:
+    """What keeps a rank from going on."""
+
+    rank: int
+    action: Action
+    message: str
+    """What it waits for, in words."""
+    peer: int
+    """The rank that it waits for."""
+    place: str
+    """Where that one is, in words."""
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} waits at {self.action} for the {self.message} from rank {self.peer}, which {self.place}"
+        )
+
+
+def waits_of(plan: PlanFacts, num_done: Sequence[int], errors: Sequence[str] = ()) -> dict[int, Wait]:
+    """What keeps ranks from their next actions, by rank, where each has got through so many of its own.
+
+    Args:
+        errors: by rank, the error that it stops with behind its last action; "" for none.
+    """
+    program = plan.program
+    sent = {
+        message
+        for rank, n in enumerate(num_done)
+        for message in program.sent[rank][: program.sent_until[rank][n - 1] if n else 0]
+    }
+    waits = {}
+    for rank, index in enumerate(num_done):
+        if index < len(plan.actions[rank]):
+            for waiting in (index, program.pairs[rank].get(index, index)):
+                source = program.sources[rank][waiting]
+                if source >= 0 and source not in sent:
+                    waits[rank] = _wait_of(plan, rank, waiting, num_done, errors)
+                    break
+    return waits
+
+
+def _wait_of(plan: PlanFacts, rank: int, index: int, num_done: Sequence[int], errors: Sequence[str]) -> Wait:
+    action = plan.actions[rank][index]
+    is_forward = KINDS[action.kind].is_forward
+    what = "forward input" if is_forward else "output gradient"
+    peer = plan.rank_of(action.stage + (-1 if is_forward else 1))
     others = plan.actions[peer]
-    place = f"waits at {others[num_done[peer]]}" if num_done[peer] < len(others) else "has ended its step"
-    what += f" of {unit_in_words(action.microbatch, action.slice, plan.num_slices)}"
-    return f"rank {rank} waits at {action} for the {what} from rank {peer}, which {place}"
+    if num_done[peer] < len(others):
+        place = f"waits at {others[num_done[peer]]}"
+    else:
+        place = "stops with an error" if any(errors[peer : peer + 1]) else "has ended its step"
+    unit = unit_in_words(action.microbatch, action.slice, plan.num_slices)
+    return Wait(rank, action, f"{what} of {unit}", peer, place)

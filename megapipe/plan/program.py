@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise, repeat
+from itertools import repeat
 from math import inf
 from sys import float_info
 from typing import NamedTuple
@@ -36,16 +35,6 @@ class Program:
     """The positions of overlapped pairs, by rank: that of the second action by that of the first."""
     channels: list[ChannelName | None]
     """The channel that each message occupies; None between two stages of the same rank."""
-
-    @cached_property
-    def senders(self) -> list[tuple[int, int]]:
-        """The rank that sends each message, and after which action."""
-        senders = [(0, 0)] * len(self.channels)
-        for rank, (sent, sent_until) in enumerate(zip(self.sent, self.sent_until)):
-            for index, (first, last) in enumerate(pairwise([0, *sent_until])):
-                for message in sent[first:last]:
-                    senders[message] = rank, index
-        return senders
 
 
 def compile_events(

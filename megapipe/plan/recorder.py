@@ -120,8 +120,10 @@ class PlanRecorder(Verbs):
     def send_backward(self, chunk: int = 0) -> None:
         self._transfer("send_backward", chunk)
 
-    def finish(self) -> None:
+    def finish(self) -> list[Event]:
+        """End the step. Gives the calls, for who has to see that a schedule returns what this returns."""
         self._check_finished()
+        return self.events
 
     def _run(self, kind: Kind, verb: str, chunk: int | None, number: int | None = None) -> None:
         if self.forward_only and not kind.is_forward:
@@ -180,6 +182,7 @@ def record(
     recorders = [PlanRecorder(placement, rank, pp_size, *sizes) for rank in range(pp_size)]
     for rank, recorder in enumerate(recorders):
         if ranks is None or rank in ranks:
-            loops(recorder)
-            recorder.finish()  # again, for loops that do not
+            returned = loops(recorder)
+            if returned is not recorder.finish():  # what is missing in the step comes first
+                raise ScheduleError(f"rank {rank} did not end its step with `return pipe.finish()`.")
     return [recorder.events for recorder in recorders]

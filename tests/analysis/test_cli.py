@@ -452,7 +452,7 @@ def test_the_version_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert output_of(capsys, "--version") == f"megapipe {megapipe.__version__}\n"
     shown = output_of(capsys)
     assert shown == output_of(capsys, "--help")
-    for command in ("show", "compare", "tune", "fit", "status"):
+    for command in ("show", "compare", "prove", "tune", "fit", "status"):
         assert f"\n    {command}" in shown
     assert main(["sing"]) == 2
     assert "invalid choice: 'sing'" in capsys.readouterr().err

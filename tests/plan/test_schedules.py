@@ -338,9 +338,17 @@ def weights_of_nothing(pipe: Verbs) -> None:
     pipe.backward_weight_step()
 
 
+def no_finish(pipe: Verbs) -> None:
+    """Plans and their check took it, and training refused it at the end of its first step."""
+    for _ in range(pipe.num_microbatches):
+        megapipe.schedules.F(pipe)
+        megapipe.schedules.BW(pipe)
+
+
 @pytest.mark.parametrize(
     ("loops", "text"),
     [
+        (no_finish, "rank 0 did not end its step with `return pipe.finish()`."),
         (no_receive, "rank 0 calls forward_step(0) for microbatch 0 before recv_forward(0)."),
         (no_weights, "rank 0 ended its step without the Ws of 2 microbatches of chunk 0."),
         (

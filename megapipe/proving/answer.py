@@ -1,0 +1,248 @@
+"""The proof itself, on every rank: the caller's pipeline against the whole model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..chunks import find_attribute
+from ..plan import StageInfo
+from ..stages import PipelineStage
+from .calls import Moment, first_departure, recorded
+from .compare import compare
+from .local_ranks import first_failure
+from .mistakes import Step, gradient_mistakes
+from .names import Place, tensors_of
+from .places import error_in_words
+from .proof import Proof
+from .question import Question, takes_nothing
+from .trial import Evidence, Trial
+from .whole import Whole, WholeStep
+from .words import call_mistakes, loss_mistakes, rounding, weight_mistakes
+
+Stages = dict[int, dict[str, Tensor]]
+"""The values of all stages' tensors."""
+
+T = TypeVar("T")
+
+
+def answer(question: Question, watches_memory: bool = False) -> Proof:
+    """Collective over all ranks: each gets the proof.
+
+    Raises:
+        ValueError: names of stages are not those of the whole model.
+    """
+    trial = Trial(question)
+    own = {info.index: {n: t for (s, n), t in trial.places().items() if s == info.index} for info in trial.infos}
+    stages: Stages = {}
+    for of_rank in _gather({s: {n: t.detach().cpu() for n, t in of.items()} for s, of in own.items()}):
+        stages.update(of_rank)
+    judge = Judge(question, stages, trial.num_stages) if dist.get_rank() == 0 else None
+    error, values = _from_first(lambda: (judge.error, judge.values()) if judge is not None else ("", {}))
+    if error:
+        raise ValueError(error)
+    trial.load(values)
+    everybody, failed = _trained(trial, watches_memory)
+    if failed:
+        return Proof(subject_of(question), mistakes=[failed])
+    microbatch = _from_first(lambda: -1 if judge is None else judge.look(everybody))
+    if microbatch >= 0:
+        calls = _record_again(trial, values, microbatch, judge)
+        if judge is not None:
+            judge.look_at_calls(calls, microbatch)
+    return _from_first(lambda: judge.proof if judge is not None else Proof(""))
+
+
+def _trained(trial: Trial, watches_memory: bool) -> tuple[list[Evidence], str]:
+    """What every rank has to say, or which one has failed: so that none waits for it here."""
+    found: Evidence | str
+    try:
+        found = trial.train(trial.question.num_steps, watches_memory)
+    except Exception as error:
+        if trial.question.is_local:  # whoever has forked it ends the others, which may wait in the next step
+            raise
+        found = error_in_words(error)
+    everybody = _gather(found)
+    errors = {rank: one for rank, one in enumerate(everybody) if isinstance(one, str)}
+    evidence = [one for one in everybody if isinstance(one, Evidence)]
+    return evidence, first_failure(errors) if errors else ""
+
+
+def _record_again(trial: Trial, values: Mapping[Place, Tensor], microbatch: int, judge: Judge | None) -> list[Moment]:
+    """The first step once more, and what modules are called with in it."""
+    question, infos = trial.question, trial.infos
+    trial.load(values)
+    is_chain = _from_first(lambda: judge is not None and judge.whole.is_chain)
+
+    def name_of(index: int, name: str) -> str:
+        if is_chain:
+            return f"{infos[index].index}: {name}"
+        return name if question.name_of is None else question.name_of(f"{name}.x", infos[index]).removesuffix(".x")
+
+    with recorded(trial.chunks, microbatch, name_of) as calls:
+        trial.train(1)
+    return [call for of_rank in _gather(calls) for call in of_rank]
+
+
+def _gather(own: T) -> list[T]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def _from_first(make: Callable[[], T]) -> T:
+    """What the first rank makes. An error there is one everywhere."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except Exception as error:
+            box[1] = error
+    dist.broadcast_object_list(box)
+    if box[1] is not None:
+        raise box[1]
+    made: T = box[0]
+    return made
+
+
+class Judge:
+    """The whole model, on the first rank, and what it says of all ranks."""
+
+    def __init__(self, question: Question, stages: Stages, num_stages: int) -> None:
+        self.question = question
+        self.error = ""
+        self.places = [(stage, name) for stage, tensors in sorted(stages.items()) for name in tensors]
+        self.proof = Proof(f"{subject_of(question)} on {num_stages} stages")
+        try:
+            modules, self.key_of = self._whole_of(stages, num_stages)
+        except ValueError as error:
+            self.error = str(error)
+            return
+        self.whole = Whole(question, modules)
+        if self.whole.is_chain:
+            self.whole.load({self.key_of[s, name]: value for s, of in stages.items() for name, value in of.items()})
+        self._initial = self.whole.values()
+        unused = [key for key in self.whole.tensors if key not in self.key_of.values()]
+        if unused:
+            self.proof.mistakes.append(f"no stage has {unused[0]} of the whole model ({len(unused)} such tensors).")
+
+    def values(self) -> dict[Place, Tensor]:
+        """What every stage begins with."""
+        if self.error:
+            return {}
+        return {place: self._initial[self.key_of[place]].cpu() for place in self.places}
+
+    def _whole_of(self, stages: Stages, num_stages: int) -> tuple[Sequence[nn.Module], dict[Place, str]]:
+        question, infos = self.question, [StageInfo(index, num_stages) for index in range(num_stages)]
+        named = {place: self._name(place, infos) for place in self.places}
+        if question.whole is not None:
+            whole: Any = question.whole() if takes_nothing(question.whole) else copy.deepcopy(question.whole)
+            known = tensors_of(whole)
+            for place, name in named.items():
+                if name not in known:
+                    raise ValueError(
+                        f"stage {place[0]} has {name}, which the whole model has not: give name_of(name, info), which "
+                        "returns what the whole model calls it."
+                    )
+            self.proof.notes.append("compared with the whole model")
+            return [whole], named
+        assert question.make_stage is not None
+        if (alone := self._only_stage(stages, named)) is not None:
+            self.proof.notes.append("compared with the model as the only stage of one")
+            return [alone], named
+        modules = []
+        for info in infos:
+            made = question.make_stage(info)
+            takes_input = find_attribute(made, "set_input_tensor") is not None
+            modules.append(made if takes_input else PipelineStage(made, info))
+        self.proof.notes.append(
+            "compared with all stages, one after the other in one process: give whole= to find what all of them have "
+            "wrong alike"
+        )
+        return modules, {(stage, name): f"{stage}: {name}" for stage, name in self.places}
+
+    def _name(self, place: Place, infos: Sequence[StageInfo]) -> str:
+        stage, name = place
+        return name if self.question.name_of is None else self.question.name_of(name, infos[stage])
+
+    def _only_stage(self, stages: Stages, named: Mapping[Place, str]) -> nn.Module | None:
+        """The model as one stage, where its names are those of all stages together."""
+        assert self.question.make_stage is not None
+        try:
+            alone = self.question.make_stage(StageInfo(0, 1))
+        except Exception:
+            return None
+        known = tensors_of(alone)
+        is_alike = set(named.values()) == set(known) and all(
+            stages[stage][place].shape == known[named[stage, place]].shape for stage, place in self.places
+        )
+        is_repeated = len(set(named.values())) < len(named)
+        return alone if is_alike and not is_repeated else None
+
+    def look(self, everybody: Sequence[Evidence]) -> int:
+        """Compare everything. Returns the microbatch whose forward is to be looked at, -1 for none."""
+        question, proof = self.question, self.proof
+        steps = self.whole.train(question.num_steps)
+        compare(everybody, steps, self.key_of, question.tolerance, proof)
+        proof.held = [max(step.held for step in one.steps) for one in everybody]
+        if not any(step.reports for one in everybody for step in one.steps):
+            proof.notes.append("losses were not compared: no rank has returned them")
+        if not proof.differences:
+            return -1
+        first = proof.differences[0].step
+        kinds = {one.what for one in proof.differences if one.step == first}
+        off = [one for one in proof.differences if one.step == first]
+        if (text := rounding(off)) is not None:
+            proof.mistakes.append(text)
+        elif "loss" in kinds:
+            proof.mistakes += loss_mistakes(everybody, steps[first], first)
+            losses = [one for one in off if one.what == "loss"]
+            return int(losses[0].name.rpartition(" ")[2]) if first == 0 and not proof.mistakes else -1
+        elif "gradient" in kinds:
+            proof.mistakes += self._of_gradients(everybody, steps, first)
+        else:
+            proof.mistakes += weight_mistakes(everybody, steps[first], first, self.key_of)
+        return -1
+
+    def _of_gradients(self, everybody: Sequence[Evidence], steps: Sequence[WholeStep], first: int) -> list[str]:
+        before = self.whole.parts(steps[first - 1], first - 1) if first else []
+        step = Step(first, steps[first], self.whole.parts(steps[first], first), before)
+        return gradient_mistakes(self.question, self.whole, step, everybody, self.key_of)
+
+    def look_at_calls(self, calls: Sequence[Moment], microbatch: int) -> None:
+        """Find the first module that computes something else than in the whole model."""
+        batch = self.question.of_replica(0)[microbatch]
+        wanted: list[Moment] = []
+
+        def name_of(index: int, name: str) -> str:
+            return self.whole.key(index, name)
+
+        def forward(record: bool) -> Any:
+            self.whole.load(self._initial)
+            with ExitStack() as after, torch.no_grad():
+                made = after.enter_context(recorded(self.whole.modules, 0, name_of)) if record else []
+                report = self.whole.forward(batch)[-1]
+            wanted.extend(made)
+            return report
+
+        torch.default_generator.manual_seed(1)
+        one = forward(record=True)
+        torch.default_generator.manual_seed(2)
+        other = forward(record=False)
+        stages = {self.key_of[place]: place[0] for place in self.places}
+        departure = first_departure(calls, wanted)
+        self.proof.mistakes += call_mistakes(departure, one, other, stages, microbatch)
+
+
+def subject_of(question: Question) -> str:
+    """What is proved, with its sizes."""
+    name = getattr(question.schedule, "name", getattr(question.schedule, "__name__", question.schedule))
+    replicas = f" on each of {question.num_replicas} replicas" if question.num_replicas > 1 else ""
+    trainer = "" if question.train_step is None else "a trainer's step, "
+    return f"{trainer}{name}, {question.num_microbatches} microbatches{replicas}"
