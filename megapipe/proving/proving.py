@@ -68,7 +68,7 @@ def prove(
         num_steps: a second step sees what the first has left behind.
         tolerance: by how much numbers may be off, over the largest of their tensor, where sums have another order.
         name_of: what the whole model calls a tensor, by its name in a stage and the stage.
-        options: more keywords of the schedule's call, such as seq_length and micro_batch_size.
+        options: more keywords of the schedule's call, such as seq_length and micro_batch_size, or forward_only.
         timeout: seconds until ranks on this machine count as hung.
 
     Returns:

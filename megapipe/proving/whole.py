@@ -118,11 +118,13 @@ class Whole:
             parameter.grad = None
 
     def backward(self, batch: Any) -> Any:
-        """Forward and backward of a microbatch. Returns the report."""
-        loss, *num_tokens, report = self.forward(batch)
+        """Forward of a microbatch and, in training, backward. Returns the report."""
+        is_trained = not self.question.options.get("forward_only")
+        with torch.set_grad_enabled(is_trained):
+            loss, *num_tokens, report = self.forward(batch)
         if num_tokens:
             loss = loss / num_tokens[0]
-        if isinstance(loss, Tensor) and loss.requires_grad:
+        if is_trained and isinstance(loss, Tensor) and loss.requires_grad:
             (loss / self.question.num_microbatches).backward()  # type: ignore[no-untyped-call]
         return report
 

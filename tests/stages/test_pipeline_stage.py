@@ -50,6 +50,13 @@ def test_stages_without_layers(rank: int) -> None:
     compare(with_gaps, ("1f1b", "zbv"), NUMBERS[:3])
 
 
+@on_ranks(2)
+def test_no_activation_is_kept_from_one_step_to_the_next(rank: int) -> None:
+    for schedule in ("1f1b", "zbv"):
+        step(schedule, chunks := chunks_of(mlp, schedule), NUMBERS)
+        assert not any(chunk._received for chunk in chunks)
+
+
 # Shapes
 
 

@@ -123,29 +123,23 @@ def same_as_whole(
     data: Sequence[Any],
     loss_func: Loss = loss_of,
     num_steps: int = 1,
-    pp_size: int | None = None,
     keywords: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Losses and gradients of some steps of each schedule are those of all stages one after the other.
+    """Some steps of each schedule are proved against all stages one after the other.
 
     Args:
         num_steps: a second one begins with the shapes that the first has found.
-        options: of `step` and of the schedule, such as `forward_only`.
+        options: of the schedule.
     """
+
+    def forward_step(data_iterator: Iterator[Any], chunk: nn.Module) -> Any:
+        *batch, target = next(data_iterator)
+        return chunk(*batch, **(keywords or {})), lambda output: ((loss := loss_func(output, target)), loss.detach())
+
     for schedule in schedules:
-        chunks = chunks_of(make, schedule, pp_size)
-        num_stages = chunks[0].info.num_stages
-        expected = [make(StageInfo(index, num_stages)) for index in range(num_stages)]
-        for _ in range(num_steps):
-            reports = step(schedule, chunks, data, loss_func, keywords, **options)
-            with torch.set_grad_enabled(not options.get("forward_only")):
-                losses = add_gradients(expected, data, loss_func, **(keywords or {}))
-            assert reports == (losses if any(chunk.info.is_last for chunk in chunks) else []), schedule
-        for chunk in chunks:
-            kept = chunk._received if isinstance(chunk, PipelineStage) else isinstance(chunk.input_tensor, Tensor)
-            assert not kept, "an activation is kept from one step to the next"
-        assert_same_gradients(chunks, expected, schedule)
+        proof = megapipe.prove(make, forward_step, data=data, schedule=schedule, num_steps=num_steps, options=options)
+        assert proof, proof
 
 
 def full(tensor: Tensor) -> Tensor:
