@@ -68,7 +68,7 @@ def W(pipe: Verbs, chunk: int | None = None) -> None:
 
 def limit_pending_weights(pipe: Verbs) -> None:
     """After a B: the Ws that are too many by the setting `max_pending_weights`."""
-    most = pipe.settings.most_pending_weights
+    most = pipe.settings.pending_weights_cap
     while most is not None and pipe.num_pending_weights() > most:
         pipe.backward_weight_step()
 
@@ -136,10 +136,10 @@ def forward_backward_gpipe(pipe: Verbs) -> Any:
 @schedule("1f1b", placement=loop, num_chunks=1)
 def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
     """1F1B (PipeDream-Flush). https://arxiv.org/abs/2104.04473, Figure 4 (top)."""
-    num_behind = pipe.pp_size - pipe.pp_rank - 1
+    num_later_ranks = pipe.pp_size - pipe.pp_rank - 1
     # With slow messages it pays to start with more microbatches than there are ranks behind.
-    num_extra = extra_units(pipe, default=pipe.pp_size)
-    num_warmup = min(num_behind + min(num_extra, num_behind), pipe.num_microbatches)
+    num_extra = extra_units(pipe, default_in_flight=pipe.pp_size)
+    num_warmup = min(num_later_ranks + min(num_extra, num_later_ranks), pipe.num_microbatches)
 
     # Warmup: nF. The last rank has none.
     for _ in range(num_warmup):
@@ -160,10 +160,10 @@ def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
 @schedule("seq1f1b", placement=loop, num_chunks=1, slices=True)
 def forward_backward_seq1f1b(pipe: Verbs) -> Any:
     """Seq1F1B: 1F1B with slices of sequences in place of whole ones. https://arxiv.org/abs/2406.03488, Figure 4."""
-    num_behind = pipe.pp_size - pipe.pp_rank - 1
-    num_extra = extra_units(pipe, default=pipe.pp_size)
+    num_later_ranks = pipe.pp_size - pipe.pp_rank - 1
+    num_extra = extra_units(pipe, default_in_flight=pipe.pp_size)
     # A microbatch goes backward when all of its slices have gone forward: those but the last are warmup too.
-    num_warmup = min(num_behind + min(num_extra, num_behind) + pipe.num_slices - 1, pipe.num_units)
+    num_warmup = min(num_later_ranks + min(num_extra, num_later_ranks) + pipe.num_slices - 1, pipe.num_units)
 
     # Warmup: nF. The last rank has all slices but one.
     for _ in range(num_warmup):
@@ -302,9 +302,9 @@ def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
         F(pipe, chunk)
 
     # Steady state: n(F B), n(F B W).
-    for chunk, last_chunk in zip(forwards[num_warmup:], backwards):
-        F(pipe, chunk)
-        B(pipe, last_chunk)
+    for forward_chunk, backward_chunk in zip(forwards[num_warmup:], backwards):
+        F(pipe, forward_chunk)
+        B(pipe, backward_chunk)
         if pipe.num_pending_weights() > num_deferred:
             W(pipe)
 
@@ -569,8 +569,8 @@ def interleaved_order(pipe: Verbs, num_per_rank: int = 2) -> tuple[list[int], li
     backwards = [pipe.num_chunks - 1 - chunk for chunk in forwards]
     # The first group has to reach the last chunk; then two more forwards for each rank behind this one, since the first
     # backward comes back through all of them; and it is that of the first microbatch's last slice.
-    num_behind = pipe.pp_size - pipe.pp_rank - 1
-    num_warmup = (pipe.num_chunks - 1) * groups[0] + min(pipe.num_chunks, num_per_rank) * num_behind
+    num_later_ranks = pipe.pp_size - pipe.pp_rank - 1
+    num_warmup = (pipe.num_chunks - 1) * groups[0] + min(pipe.num_chunks, num_per_rank) * num_later_ranks
     return forwards, backwards, min(num_warmup + pipe.num_slices - 1, len(forwards))
 
 
@@ -618,7 +618,7 @@ def _groups(num_microbatches: int, group_size: int, smallest: int) -> list[int]:
     return [group_size] * num_groups + [remainder] * (remainder > 0)
 
 
-def extra_units(pipe: Verbs, default: int) -> int:
+def extra_units(pipe: Verbs, default_in_flight: int) -> int:
     """How many microbatches more than the pipeline has ranks a schedule with one chunk may have in flight. Of slices it
     is as many, besides those of the first microbatch, all but one of which are in flight before its first backward.
 
@@ -626,5 +626,5 @@ def extra_units(pipe: Verbs, default: int) -> int:
     first microbatch is back by then. Nor do more than there are.
     """
     limit, num_before = pipe.settings.max_in_flight, pipe.num_slices - 1
-    most = default if limit is None else int(limit * pipe.num_slices) - num_before
+    most = default_in_flight if limit is None else int(limit * pipe.num_slices) - num_before
     return max(0, min(most, 2 * pipe.pp_size - 1, pipe.num_units - num_before) - pipe.pp_size)

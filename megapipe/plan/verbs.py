@@ -19,7 +19,7 @@ from .placement import Placement
 
 # What a microbatch goes through on a chunk, in this order. A kind of action counts as the step of its message, since a
 # microbatch's backward is one or the other, and `forward_backward_step` as both steps.
-COURSE = ("recv_forward", "forward_step", "send_forward", "recv_backward", "backward_step", "send_backward")
+VERBS_IN_ORDER = ("recv_forward", "forward_step", "send_forward", "recv_backward", "backward_step", "send_backward")
 
 
 class ScheduleError(ValueError):
@@ -110,7 +110,7 @@ class Settings:
         return any(self.recompute) if isinstance(self.recompute, tuple) else self.recompute
 
     @property
-    def most_pending_weights(self) -> int | None:
+    def pending_weights_cap(self) -> int | None:
         """`max_pending_weights`, or its default."""
         is_capped = self.recomputes or self.offload is not None
         return 1 if self.max_pending_weights is None and is_capped else self.max_pending_weights
@@ -149,9 +149,9 @@ class Verbs(ABC):
         self.forward_only = forward_only
         self.settings = settings or Settings()
         self.stages = placement.stages(pp_rank, pp_size, num_chunks)
-        self._counts = {verb: [0] * num_chunks for verb in COURSE}
+        self._counts = {verb: [0] * num_chunks for verb in VERBS_IN_ORDER}
         counts = [[self.num_units] * num_chunks, *self._counts.values()]
-        self._before_and_own = dict(zip(COURSE, pairwise(counts)))
+        self._before_and_own = dict(zip(VERBS_IN_ORDER, pairwise(counts)))
         """The counts, by chunk, of the verb before each verb, and its own."""
         optional = [kind for kind in KINDS.values() if kind.is_optional]
         needed = [kind for kind in KINDS.values() if kind.after is not None and not kind.is_optional]
@@ -274,7 +274,7 @@ class Verbs(ABC):
         if verb == "recv_backward":  # which begins with the slice that went forward last
             num_ready -= num_ready % self.num_slices
         if own[chunk] >= num_ready:
-            required = COURSE[COURSE.index(verb) - 1]
+            required = VERBS_IN_ORDER[VERBS_IN_ORDER.index(verb) - 1]
             unit = unit_in_words(*self._unit(verb, own[chunk]), self.num_slices)
             raise ScheduleError(f"rank {self.pp_rank} calls {verb}({chunk}) for {unit} before {required}({chunk}).")
 
