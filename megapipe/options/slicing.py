@@ -41,15 +41,15 @@ class Slices(Extension):
         return replay
 
 
-def sequence_slices(step: Call) -> list[SequenceSlice]:
+def sequence_slices(call: Call) -> list[SequenceSlice]:
     """The slices of every sequence.
 
     Raises:
         ValueError: the sequence cannot be cut like that.
     """
-    config = step.config
+    config = call.config
     num_slices, lengths = config.num_sequence_slices, config.sequence_slice_lengths
-    seq_length = step.decoder_seq_length or step.seq_length
+    seq_length = call.decoder_seq_length or call.seq_length
     if seq_length is None:
         raise ValueError(f"num_sequence_slices={num_slices} takes seq_length, the length of what is cut: pass it.")
     num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -86,9 +86,9 @@ class SlicedStage(Stage):
             self._data_iterator = self._items
 
     def F(self, unit: Unit, *extra: bool) -> None:
-        this = self._step.slices[unit.slice]
+        this = self._call.slices[unit.slice]
         if this.index == 0:
-            self._microbatch = Microbatch(needs_grad=not self._step.forward_only)
+            self._microbatch = Microbatch(needs_grad=not self._call.forward_only)
         unit.of[SlicedStage] = self._microbatch
         if self._items is not None:
             self._items.begin(is_first=this.index == 0)
@@ -104,7 +104,7 @@ class SlicedStage(Stage):
             self._microbatch = Microbatch(needs_grad=False)  # what the slices kept now lives as long as they do
 
     def BW(self, unit: Unit) -> None:
-        with unit.of[SlicedStage].state.backward(self._step.slices[unit.slice]):
+        with unit.of[SlicedStage].state.backward(self._call.slices[unit.slice]):
             super().BW(unit)
 
     def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
@@ -118,20 +118,20 @@ class SlicedStage(Stage):
 
     def compute_loss(self, unit: Unit, output: Any, loss_func: Any) -> Loss | None:
         """The slice's part. Tokens that divide the loss are those of all slices, so that is left to the backward."""
-        called = call_loss_func(self._step, output, loss_func)
-        self._add_report(unit, are_outputs=loss_func is None or self._step.collect_non_loss_data)
+        called = call_loss_func(self._call, output, loss_func)
+        self._add_report(unit, are_outputs=loss_func is None or self._call.collect_non_loss_data)
         if called is None:
             return None
         loss, num_tokens = called
-        if num_tokens is not None and not self._step.config.calculate_per_token_loss:
+        if num_tokens is not None and not self._call.config.calculate_per_token_loss:
             before = self._microbatch.num_tokens
             self._microbatch.num_tokens = (0 if before is None else before) + num_tokens.detach()  # a tensor of its own
-            return Loss(loss / self._step.num_microbatches, 1.0)  # whose gradient is divided by tokens first
-        return divide_loss(self._step, loss, num_tokens)
+            return Loss(loss / self._call.num_microbatches, 1.0)  # whose gradient is divided by tokens first
+        return divide_loss(self._call, loss, num_tokens)
 
     def _add_report(self, unit: Unit, are_outputs: bool) -> None:
         """Make one report of those of a microbatch's slices; of outputs, a list."""
-        results = self._step.results
+        results = self._call.results
         if are_outputs:
             results.append([results.pop()])
         if unit.slice > 0:

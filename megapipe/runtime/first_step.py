@@ -15,11 +15,11 @@ from .plans import PlanKey
 from .session import Alone, Session
 
 
-def first_steps(stages: Sequence[Stage], step: Call, undescribed: UndescribedMessages) -> list[FirstStep | None]:
+def first_steps(stages: Sequence[Stage], call: Call, undescribed: UndescribedMessages) -> list[FirstStep | None]:
     """What looks at each chunk; None where this is not its first step."""
     return [
-        FirstStep(stage, step.num_slices)
-        if (not step.forward_only and FirstStep not in step.structures[chunk].kept) or undescribed.is_first(chunk)
+        FirstStep(stage, call.num_slices)
+        if (not call.forward_only and FirstStep not in call.structures[chunk].kept) or undescribed.is_first(chunk)
         else None
         for chunk, stage in enumerate(stages)
     ]
@@ -27,7 +27,7 @@ def first_steps(stages: Sequence[Stage], step: Call, undescribed: UndescribedMes
 
 def end_first_steps(
     looks: Sequence[FirstStep | None],
-    step: Call,
+    call: Call,
     key: PlanKey,
     undescribed: UndescribedMessages,
     has_gradients: bool,
@@ -43,13 +43,13 @@ def end_first_steps(
     for chunk, look in enumerate(looks):
         if look is not None:
             undescribed.keep(chunk, look.seen)
-            kept = step.structures[chunk].kept
-            if not step.forward_only and FirstStep not in kept:
+            kept = call.structures[chunk].kept
+            if not call.forward_only and FirstStep not in kept:
                 kept[FirstStep] = True
                 look.warn_of_what_is_not_trained(has_gradients)
                 if look.leaves_nothing_to_w:
                     unsplit.append(look.stage.info.index)
-    if not step.forward_only:
+    if not call.forward_only:
         _warn_of_empty_ws(unsplit, key, session)
 
 

@@ -50,7 +50,7 @@ class Stage:
         self,
         info: StageInfo,
         chunk: int,
-        step: Call,
+        call: Call,
         output_specs: Sequence[MessageSpec] | None,
         is_found: bool = False,
         has_headers: bool = False,
@@ -58,15 +58,15 @@ class Stage:
     ) -> None:
         self.info = info
         self._is_last = info.is_last
-        self.module = step.models[chunk]
-        self._kept = step.structures[chunk].kept
-        self._step = step
-        self._data_iterator = step.data_iterators[chunk]
-        self.device = step.device
-        self.forward_step_func = step.forward_step_func
+        self.module = call.models[chunk]
+        self._kept = call.structures[chunk].kept
+        self._call = call
+        self._data_iterator = call.data_iterators[chunk]
+        self.device = call.device
+        self.forward_step_func = call.forward_step_func
         """The caller's, with what options put around it."""
-        if step.frameworks and not step.forward_only:
-            cut = find_cut(self.module, step.frameworks)
+        if call.frameworks and not call.forward_only:
+            cut = find_cut(self.module, call.frameworks)
             self.forward_step_func = cut(self.forward_step_func) if cut else self.forward_step_func
         self.output_specs = output_specs
         self._is_found, self._has_headers = is_found, has_headers
@@ -77,16 +77,16 @@ class Stage:
         self._shown_structure: Any = None
         """That of the input: as MessageSpec's."""
         self._around = []
-        for framework in step.frameworks:
-            if (around := framework.around_forwards(self.module, step.num_units, step.device)) is not None:
+        for framework in call.frameworks:
+            if (around := framework.around_forwards(self.module, call.num_units, call.device)) is not None:
                 self._around.append(around)
-        self._delayed = find_delayed(self.module) if delays and not step.forward_only else []
+        self._delayed = find_delayed(self.module) if delays and not call.forward_only else []
 
     @cached_property
     def can_overlap(self) -> bool:
         """Whether forwards may run in segments."""
         return (
-            find_forward_segments(self.module) is not None or find_cut(self.module, self._step.frameworks) is not None
+            find_forward_segments(self.module) is not None or find_cut(self.module, self._call.frameworks) is not None
         )
 
     def F(self, unit: Unit, *extra: bool) -> None:
@@ -188,7 +188,7 @@ class Stage:
         """Hand the input of a forward to the model, and keep the tensors of it that want a gradient."""
         self.unit = unit
         received = unit.received
-        if received is not None and not self._step.forward_only:
+        if received is not None and not self._call.forward_only:
             assert received.spec is not None
             tensors = received.tensors
             for index, spec in enumerate(received.spec.tensors):
@@ -198,7 +198,7 @@ class Stage:
                     unit.inputs.append(tensors[index])
         self._shown = None
         self.show(unit)
-        is_validated = self._step.forward_only and self._step.first_val_step is False
+        is_validated = self._call.forward_only and self._call.first_val_step is False
         if self._set_is_first_microbatch is not None and unit.microbatch == unit.slice == 0 and not is_validated:
             self._set_is_first_microbatch()
         for around in self._around:
@@ -232,8 +232,8 @@ class Stage:
 
     def compute_loss(self, unit: Unit, output: Any, loss_func: Any) -> Loss | None:
         """None where there is none to differentiate."""
-        called = call_loss_func(self._step, output, loss_func)
-        return None if called is None else divide_loss(self._step, *called)
+        called = call_loss_func(self._call, output, loss_func)
+        return None if called is None else divide_loss(self._call, *called)
 
     def _save_output(self, unit: Unit, output: Any) -> None:
         try:
@@ -248,7 +248,7 @@ class Stage:
         spec = None if self.output_specs is None else self.output_specs[unit.slice]
         if spec is None or not spec.fits(structure, tensors):
             spec = self._check_output(structure, tensors, unit)
-        if not self._step.forward_only:
+        if not self._call.forward_only:
             for tensor, of in zip(tensors, spec.tensors):
                 if of.differentiable:
                     unit.edges.append(edge_of(tensor))
@@ -260,11 +260,11 @@ class Stage:
         unit.output = Transfer(spec, tensors)
 
     def _save_loss(self, unit: Unit, loss: Loss | None) -> None:
-        if self._step.forward_only:
+        if self._call.forward_only:
             return
         unit.output_grads = []
         if loss is not None:
-            tensor = scale_loss(self._step, loss.tensor)
+            tensor = scale_loss(self._call, loss.tensor)
             if not tensor.requires_grad:
                 self._warn_of_no_gradient("loss", unit.inputs)
             unit.edges, unit.output_grads = [edge_of(tensor)], [torch.full_like(tensor, loss.gradient)]
@@ -338,7 +338,7 @@ class Stage:
                     f"{error!r}."
                 ) from error
             raise ValueError(
-                f"data_iterator ended at microbatch {unit.microbatch} of {self._step.num_microbatches} (stage "
+                f"data_iterator ended at microbatch {unit.microbatch} of {self._call.num_microbatches} (stage "
                 f"{self.info.index}): it must yield one item per microbatch; give it more, or lower num_microbatches."
             ) from None
         failed = f"stage {self.info.index} failed for microbatch {unit.microbatch}: {error}"
