@@ -50,9 +50,9 @@ class Seen(NamedTuple):
 class UndescribedMessages:
     """The messages of a step between this rank and others that neither the model nor the arguments describe.
 
-    What may change their shapes, and is known to all ranks before the step, is its situation: whether there will be
-    gradients, the sizes that the schedule is called with, and the slices of a sequence. In another one they are found
-    anew. They are kept for the chunk, whatever becomes of its parts, of which the peer does not know; by the peer,
+    What may change their shapes, and is known to all ranks before the step, is part of their key: whether there will be
+    gradients, the sizes that the schedule is called with, and the slices of a sequence. Under another key they are
+    found anew. They are kept for the chunk, whatever becomes of its parts, of which the peer does not know; by the peer,
     since another one has not seen them.
 
     Args:
@@ -67,12 +67,12 @@ class UndescribedMessages:
         self._peers = peers
         self._sizes = call.seq_length, call.micro_batch_size, call.decoder_seq_length
         self._forward_only = call.forward_only
-        situation = (ref(session), call.forward_only, *self._sizes, *(part.length for part in call.slices))
+        step_key = (ref(session), call.forward_only, *self._sizes, *(part.length for part in call.slices))
         self._found: dict[int, dict[object, Different]] = {
             chunk: kept_for(_stage_in(call.models[chunk])).setdefault(UndescribedMessages, {}) for chunk in peers
         }
         self._keys = {
-            chunk: [(stages[chunk], side, peer, situation) for side, peer in zip(Seen._fields, around)]
+            chunk: [(stages[chunk], side, peer, step_key) for side, peer in zip(Seen._fields, around)]
             for chunk, around in peers.items()
         }
 

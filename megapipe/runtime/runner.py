@@ -43,8 +43,8 @@ MOST_NUMBERS = 64
 _read_all = attrgetter(*DEFAULTS)
 
 
-class Situation(NamedTuple):
-    """All that a runner depends on."""
+class CallKey(NamedTuple):
+    """What a runner is kept by: steps with equal keys use the same one."""
 
     schedule: Schedule
     forward_only: bool
@@ -59,13 +59,13 @@ class Situation(NamedTuple):
     device: torch.device
 
 
-def situation_of(schedule: Schedule, call: Call) -> Situation:
+def call_key(schedule: Schedule, call: Call) -> CallKey:
     settings = [value if type(value) in PLAIN else _outline(value) for value in _read_all(call.config)]
     chunks = (MODULES & sys.modules.keys(), *call.structures)
     has_own = call.adjust_tensor_shapes_fn is not None
     sizes = (call.seq_length, call.micro_batch_size, call.decoder_seq_length, has_own)
     inputs = (*map(type, call.data_iterators), call.pipeline_inputs is not None, call.collect_non_loss_data)
-    return Situation(schedule, call.forward_only, sizes, inputs, tuple(settings), chunks, call.device)
+    return CallKey(schedule, call.forward_only, sizes, inputs, tuple(settings), chunks, call.device)
 
 
 def _outline(value: Any) -> Any:
@@ -92,7 +92,7 @@ class OfNumber:
 
 
 class Runner:
-    """A schedule on this rank in one situation.
+    """A schedule on this rank, for all steps with one `CallKey`.
 
     Attributes:
         key: of the plan that the schedule follows, for the number of microbatches of this step.
@@ -103,12 +103,12 @@ class Runner:
         ValueError, TypeError: for arguments that cannot be.
     """
 
-    def __init__(self, situation: Situation, call: Call, session: Session | Alone) -> None:
-        self.situation = situation
+    def __init__(self, call_key: CallKey, call: Call, session: Session | Alone) -> None:
+        self.call_key = call_key
         config = call.config
         self._session = session
         self.pp_rank, self._pp_size = session.pp_rank, len(session.ranks)
-        schedule = situation.schedule
+        schedule = call_key.schedule
         self.stages = schedule.stages(self.pp_rank, self._pp_size, len(call.models))
         check_arguments(call, self.stages)
         self._kinds: set[str] = set()
@@ -154,7 +154,7 @@ class Runner:
             del known[oldest]
 
     def _make_of_number(self, call: Call) -> OfNumber:
-        schedule, config = self.situation.schedule, call.config
+        schedule, config = self.call_key.schedule, call.config
         self._check(call)
         sizes = (self._pp_size, call.num_microbatches, len(self.stages))
         key = PlanKey(schedule, *sizes, config.settings, config.num_sequence_slices)
@@ -166,7 +166,7 @@ class Runner:
 
     def _check(self, call: Call) -> None:
         """Raises ValueError for what does not go together, also with this number of microbatches."""
-        self.situation.schedule.check_units(call.num_microbatches, call.config.num_sequence_slices)
+        self.call_key.schedule.check_units(call.num_microbatches, call.config.num_sequence_slices)
         check_combinations(call, self._pp_size)
 
     def fits(self, call: Call) -> bool:
@@ -214,7 +214,7 @@ class Runner:
         if not isinstance(self._session, Session):
             return None
         has_headers = call.config.variable_seq_lengths or bool(self.undescribed)
-        placement, device = self.key.schedule.placement, self.situation.device
+        placement, device = self.key.schedule.placement, self.call_key.device
         return self._session.communicator(placement, self.key.num_chunks, device, has_headers, call.config)
 
     def prepare(self, call: Call) -> list[Extension]:

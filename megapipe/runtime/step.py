@@ -22,7 +22,7 @@ from ..structure import structure_of
 from .arguments import check_call, chunks_of, config_of, is_forward_only, iterator_per_chunk, pipeline_group
 from .garbage import collection_held_back
 from .grad_sync import finalize_gradients
-from .runner import Runner, situation_of
+from .runner import Runner, call_key
 from .session import Alone, Session, one_step
 
 MOST_RUNNERS = 8
@@ -84,13 +84,13 @@ def run_step(
 
 def find_runner(schedule: Schedule, call: Call, session: Session | Alone) -> Runner:
     """The one of an earlier step that was called alike, or a new one."""
-    situation = situation_of(schedule, call)
+    key = call_key(schedule, call)
     runners: list[Runner] = session.runners
     for number, runner in enumerate(runners):
-        if runner.situation == situation and runner.fits(call):
+        if runner.call_key == key and runner.fits(call):
             runners.append(runners.pop(number))
             return runner
-    runner = Runner(situation, call, session)
+    runner = Runner(key, call, session)
     runners.append(runner)
     del runners[:-MOST_RUNNERS]
     return runner

@@ -29,7 +29,7 @@ from ..stages import Call, Unit, as_sent
 from ..structure import structure_of
 from .arguments import check_call, chunks_of, config_of, pipeline_group
 from .pipeline import checkpoint_arguments, runs_of
-from .runner import Runner, situation_of
+from .runner import Runner, call_key
 from .session import Alone, Session, one_step
 from .shapes import message_specs, spec_of
 
@@ -99,7 +99,7 @@ def warm_up(
             frameworks=known,
         )
         check_call(call, len(session.ranks))
-        runner = Runner(situation_of(schedule, call), call, session)
+        runner = Runner(call_key(schedule, call), call, session)
         _refuse_what_cannot_be_left_alone(call, runner)
         inputs = _inputs(call, runner, received)
         runner.agree(call, ", in megapipe.warm_up")
