@@ -178,8 +178,8 @@ class Receiver(Link):
         self._specs, self._count = specs, count
         self._lookahead = lookahead
         self._headers, self._line = headers, line
-        self._is_described = headers is None or HEADER not in specs
-        self._is_eager = self._is_described and line is None
+        self._sizes_are_known = headers is None or HEADER not in specs
+        self._is_eager = self._sizes_are_known and line is None
         self._expected: deque[MessageSpec] = deque()
         self._posted: deque[Transfer] = deque()
         self._num_asked = 0  # and not taken yet
@@ -242,7 +242,7 @@ class Receiver(Link):
         if not self._posted:
             self._post() if self._line is None else self._line.post_until(self)
         posted = self._posted.popleft()
-        if self._headers is None or not self._is_described:
+        if self._headers is None or not self._sizes_are_known:
             return posted.spec, posted
         return self._headers.next_header(), posted
 
@@ -251,7 +251,7 @@ class Receiver(Link):
 
     def _post(self) -> None:
         spec = self._expected.popleft()
-        if not self._is_described:
+        if not self._sizes_are_known:
             assert self._headers is not None
             spec = self._headers.next_header()
         self._posted.append(self._channel.receive(spec))
@@ -265,7 +265,7 @@ class Receiver(Link):
 
     def _is_large(self) -> bool:
         """Whether the next message travels only once it is posted."""
-        if not (self._line and self._is_described and self._expected):
+        if not (self._line and self._sizes_are_known and self._expected):
             return False
         return self._expected[0].nbytes > self._line.buffered_bytes
 

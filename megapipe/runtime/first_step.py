@@ -10,16 +10,16 @@ from torch import nn
 
 from ..chunks import named_parameters
 from ..stages import Call, NoGradientWarning, Stage, Unit, UnsplitBackwardWarning, warn
-from .found_shapes import Different, Seen, UndescribedMessages
+from .found_shapes import FoundShapes, SeenMessages, SeenSpecs
 from .plans import PlanKey
 from .session import Alone, Session
 
 
-def first_steps(stages: Sequence[Stage], call: Call, undescribed: UndescribedMessages) -> list[FirstStep | None]:
+def first_steps(stages: Sequence[Stage], call: Call, found_shapes: FoundShapes) -> list[FirstStep | None]:
     """What looks at each chunk; None where this is not its first step."""
     return [
         FirstStep(stage, call.num_slices)
-        if (not call.forward_only and FirstStep not in call.structures[chunk].kept) or undescribed.is_first(chunk)
+        if (not call.forward_only and FirstStep not in call.structures[chunk].kept) or found_shapes.is_first(chunk)
         else None
         for chunk, stage in enumerate(stages)
     ]
@@ -29,7 +29,7 @@ def end_first_steps(
     looks: Sequence[FirstStep | None],
     call: Call,
     key: PlanKey,
-    undescribed: UndescribedMessages,
+    found_shapes: FoundShapes,
     has_gradients: bool,
     session: Session | Alone,
 ) -> None:
@@ -42,7 +42,7 @@ def end_first_steps(
     unsplit = []
     for chunk, look in enumerate(looks):
         if look is not None:
-            undescribed.keep(chunk, look.seen)
+            found_shapes.keep(chunk, look.seen)
             kept = call.structures[chunk].kept
             if not call.forward_only and FirstStep not in kept:
                 kept[FirstStep] = True
@@ -80,7 +80,7 @@ class FirstStep:
 
     def __init__(self, stage: Stage, num_slices: int) -> None:
         self.stage = stage
-        self.seen = Seen(Different(num_slices), Different(num_slices))
+        self.seen = SeenMessages(SeenSpecs(num_slices), SeenSpecs(num_slices))
         self._has_run_backward = False
         self._has_deferred = False
 

@@ -26,7 +26,7 @@ Specs = list[tuple[Sequence[MessageSpec] | None, Sequence[MessageSpec] | None]]
 """Per stage the message that it receives and the one that it sends, where known: one, or one for each slice."""
 
 
-class Different:
+class SeenSpecs:
     """The different messages over a boundary, of each slice of a sequence by itself."""
 
     def __init__(self, num_slices: int = 1) -> None:
@@ -40,20 +40,20 @@ class Different:
         return [next(iter(specs)) for specs in self._specs] if all(len(specs) == 1 for specs in self._specs) else None
 
 
-class Seen(NamedTuple):
+class SeenMessages(NamedTuple):
     """The messages of a chunk in its first step."""
 
-    received: Different
-    sent: Different
+    received: SeenSpecs
+    sent: SeenSpecs
 
 
-class UndescribedMessages:
+class FoundShapes:
     """The messages of a step between this rank and others that neither the model nor the arguments describe.
 
-    What may change their shapes, and is known to all ranks before the step, is part of their key: whether there will be
-    gradients, the sizes that the schedule is called with, and the slices of a sequence. Under another key they are
-    found anew. They are kept for the chunk, whatever becomes of its parts, of which the peer does not know; by the peer,
-    since another one has not seen them.
+    They are kept for the chunk, whatever becomes of its parts, of which the peer does not know. The key has all that
+    may change their shapes and is known to all ranks before the step: whether there will be gradients, the sizes that
+    the schedule is called with, the slices of a sequence, and the peer, since another one has not seen them. Under
+    another key they are found anew.
 
     Args:
         session: in which they are found.
@@ -68,11 +68,11 @@ class UndescribedMessages:
         self._sizes = call.seq_length, call.micro_batch_size, call.decoder_seq_length
         self._forward_only = call.forward_only
         step_key = (ref(session), call.forward_only, *self._sizes, *(part.length for part in call.slices))
-        self._found: dict[int, dict[object, Different]] = {
-            chunk: kept_for(_stage_in(call.models[chunk])).setdefault(UndescribedMessages, {}) for chunk in peers
+        self._found: dict[int, dict[object, SeenSpecs]] = {
+            chunk: kept_for(_stage_in(call.models[chunk])).setdefault(FoundShapes, {}) for chunk in peers
         }
         self._keys = {
-            chunk: [(stages[chunk], side, peer, step_key) for side, peer in zip(Seen._fields, around)]
+            chunk: [(stages[chunk], side, peer, step_key) for side, peer in zip(SeenMessages._fields, around)]
             for chunk, around in peers.items()
         }
 
@@ -86,7 +86,7 @@ class UndescribedMessages:
         """Whether messages of the chunk are to be found in this step."""
         return None in [of for of, peer in zip(self._known(chunk), self._peers.get(chunk, ())) if peer is not None]
 
-    def _known(self, chunk: int) -> list[Different | None]:
+    def _known(self, chunk: int) -> list[SeenSpecs | None]:
         """What was seen of the messages from below and to above in an earlier step."""
         return [self._found[chunk].get(key) for key in self._keys.get(chunk, ())]
 
@@ -104,7 +104,7 @@ class UndescribedMessages:
         """
         return specs is None or (chunk in self and any(spec.may_change(self._forward_only) for spec in specs))
 
-    def keep(self, chunk: int, seen: Seen) -> None:
+    def keep(self, chunk: int, seen: SeenMessages) -> None:
         """After a whole step."""
         for key, peer, different in zip(self._keys.get(chunk, ()), self._peers.get(chunk, ()), seen):
             if peer is not None:

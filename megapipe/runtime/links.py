@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from ..messages import HEADER, MessageSpec
 from ..p2p_communication import HEADERS_AHEAD, Communicator, Line, Link, LocalLink, Lookahead, Receiver, Sender
 from ..plan import ChannelName, StageInfo
-from .found_shapes import Specs, UndescribedMessages
+from .found_shapes import FoundShapes, Specs
 from .pipeline import Links
 from .plans import PlanKey
 
@@ -35,7 +35,7 @@ def links_around(
     key: PlanKey,
     pp_rank: int,
     specs: Specs,
-    undescribed: UndescribedMessages,
+    found_shapes: FoundShapes,
     communicator: Communicator | None,
     lookahead: Lookahead,
     lines: Mapping[int, Line],
@@ -82,7 +82,7 @@ def links_around(
         peer = placement.rank(index, key.pp_size)
         if peer == pp_rank:
             return local[index]
-        has_headers = undescribed.have_headers(chunk, received)
+        has_headers = found_shapes.have_headers(chunk, received)
         inputs = receiver("forward", index, peer, received or [HEADER] * num_slices, has_headers)
         return inputs, sender("backward", index, peer)
 
@@ -93,7 +93,7 @@ def links_around(
         peer = placement.rank(stage.index + 1, key.pp_size)
         if peer == pp_rank:
             return local[stage.index]
-        has_headers = undescribed.have_headers(chunk, sent)
+        has_headers = found_shapes.have_headers(chunk, sent)
         known = [] if sent is None or has_headers or forward_only else [spec.gradient() for spec in reversed(sent)]
         grads = receiver("backward", stage.index, peer, known)
         return sender("forward", stage.index, peer, has_headers, None if forward_only else grads), grads

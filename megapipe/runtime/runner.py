@@ -24,7 +24,7 @@ from ..stages import Call, Extension, Stage, find_delayed
 from .arguments import NO_PEERS, check_arguments, remote_peers, specs_of, to_agree_on
 from .combinations import check_combinations
 from .first_step import FirstStep, end_first_steps, first_steps
-from .found_shapes import Specs, UndescribedMessages
+from .found_shapes import FoundShapes, Specs
 from .grad_sync import GradientSync
 from .links import lines_of, links_around
 from .monitor import Monitor
@@ -97,7 +97,7 @@ class Runner:
     Attributes:
         key: of the plan that the schedule follows, for the number of microbatches of this step.
         specs: per stage the messages that it receives and sends, where known.
-        undescribed: the messages that are known only since the first step, or not yet.
+        found_shapes: the messages that are known only since the first step, or not yet.
 
     Raises:
         ValueError, TypeError: for arguments that cannot be.
@@ -124,7 +124,7 @@ class Runner:
         )
         unknown = {} if config.variable_seq_lengths else dict(enumerate(self._peers))
         unknown = {n: of for n, of in unknown.items() if of != NO_PEERS and self._described[n] == (None, None)}
-        self.undescribed = UndescribedMessages(session, call, self.stages, unknown)
+        self.found_shapes = FoundShapes(session, call, self.stages, unknown)
         self._delays = [config.delay_wgrad_compute and bool(find_delayed(model)) for model in call.models]
         self._is_new = True
         self.specs: Specs = []
@@ -136,12 +136,12 @@ class Runner:
     def _describe(self, call: Call) -> None:
         """Begin with the messages that are known by now."""
         specs = list(self._described)
-        self.undescribed.fill_in(specs)
+        self.found_shapes.fill_in(specs)
         if not self._is_new and specs == self.specs:
             return
         self.specs = specs
-        self._is_found = [chunk in self.undescribed for chunk in range(len(specs))]
-        self._headers = [self.undescribed.have_headers(chunk, sent) for chunk, (_, sent) in enumerate(specs)]
+        self._shapes_are_found = [chunk in self.found_shapes for chunk in range(len(specs))]
+        self._headers = [self.found_shapes.have_headers(chunk, sent) for chunk, (_, sent) in enumerate(specs)]
         self._of_numbers.clear()
 
     def _turn_to(self, call: Call) -> None:
@@ -161,7 +161,7 @@ class Runner:
         if (config.max_in_flight, config.recompute, config.offload_activations) != (None, None, None):
             _ = key.plan  # raises where the schedule cannot keep to these
         self._kinds = key.kinds
-        agreed = to_agree_on(schedule.name, call, self.stages, self.specs) | self.undescribed.to_agree_on(self.specs)
+        agreed = to_agree_on(schedule.name, call, self.stages, self.specs) | self.found_shapes.to_agree_on(self.specs)
         return OfNumber(key, schedule.loops if call.forward_only else key.loops, agreed)
 
     def _check(self, call: Call) -> None:
@@ -213,7 +213,7 @@ class Runner:
         """The channels of the pipeline, opened where this is the first to need them. None for one rank."""
         if not isinstance(self._session, Session):
             return None
-        has_headers = call.config.variable_seq_lengths or bool(self.undescribed)
+        has_headers = call.config.variable_seq_lengths or bool(self.found_shapes)
         placement, device = self.key.schedule.placement, self.call_key.device
         return self._session.communicator(placement, self.key.num_chunks, device, has_headers, call.config)
 
@@ -235,7 +235,7 @@ class Runner:
         if self._is_new and not call.is_void:
             self._is_new = False
             has_gradients = not any(extension.hides_gradients for extension in extensions)
-            end_first_steps(looks, call, self.key, self.undescribed, has_gradients, self._session)
+            end_first_steps(looks, call, self.key, self.found_shapes, has_gradients, self._session)
             self._describe(call)
         for extension in extensions:
             extension.end()
@@ -251,7 +251,7 @@ class Runner:
         sync = self._gradient_sync(call, extensions, stages)
         looks: list[FirstStep | None] = [None] * len(stages)
         if self._is_new:
-            looks = first_steps(stages, call, self.undescribed)
+            looks = first_steps(stages, call, self.found_shapes)
         for line in self._now.lines:
             line.begin()
         transport = None if self._communicator is None else self._communicator.transport
@@ -286,7 +286,7 @@ class Runner:
             lines = lines_of(self.key.traffic_around(self.pp_rank), self.pp_rank, call.forward_only, buffered)
         self._now.lines = list(lines.values())
         ways = (communicator, lookahead, lines, call.forward_only)
-        links = links_around(self.key, self.pp_rank, self.specs, self.undescribed, *ways)
+        links = links_around(self.key, self.pp_rank, self.specs, self.found_shapes, *ways)
         posted_ahead = self._posted_ahead(communicator, lookahead, call.forward_only)
         self._now.pipeline = Pipeline(self.key, self.pp_rank, links, call.forward_only, posted_ahead)
 
@@ -320,7 +320,9 @@ class Runner:
     def make_stages(self, call: Call) -> list[Stage]:
         """One per chunk."""
         stages = []
-        for chunk, of_chunk in enumerate(zip(self.stages, self.specs, self._is_found, self._headers, self._delays)):
+        for chunk, of_chunk in enumerate(
+            zip(self.stages, self.specs, self._shapes_are_found, self._headers, self._delays)
+        ):
             info, (_, sent), *rest = of_chunk
             stages.append(self._stage_type(info, chunk, call, sent, *rest))
         return stages

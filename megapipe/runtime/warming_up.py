@@ -189,7 +189,7 @@ def _run(
     own = {action.kind for action in runner.key.plan.actions[runner.pp_rank] if action.stage == info.index}
     extensions = runner.extensions(call)
     stage = runner.make_stages(call)[chunk]
-    if chunk in runner.undescribed:
+    if chunk in runner.found_shapes:
         stage.output_specs = None  # what steps have found may change
     runs = runs_of(stage, extensions)
     extra = next(checkpoint_arguments(runner.key, runner.pp_rank, call))

@@ -38,7 +38,7 @@ class Stage:
     Args:
         output_specs: of the message that the next stage expects, or of that of each slice; None if its shapes are
             dynamic.
-        is_found: the next stage expects what this one returned in its first step.
+        shapes_are_found: the next stage expects what this one returned in its first step.
         has_headers: it expects the sizes only, and is told the rest with each message.
         delays: some modules defer weight gradients by themselves.
     """
@@ -52,7 +52,7 @@ class Stage:
         chunk: int,
         call: Call,
         output_specs: Sequence[MessageSpec] | None,
-        is_found: bool = False,
+        shapes_are_found: bool = False,
         has_headers: bool = False,
         delays: bool = False,
     ) -> None:
@@ -69,7 +69,7 @@ class Stage:
             cut = find_cut(self.module, call.frameworks)
             self.forward_step_func = cut(self.forward_step_func) if cut else self.forward_step_func
         self.output_specs = output_specs
-        self._is_found, self._has_headers = is_found, has_headers
+        self._shapes_are_found, self._has_headers = shapes_are_found, has_headers
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
         self._shown: tuple[int, int] | None = None
@@ -365,7 +365,7 @@ class Stage:
         if expected is None or (self._has_headers and spec.sizes == expected.sizes):
             return spec
         remedy = "Return what the next stage expects, pass the right seq_length and micro_batch_size, or set "
-        if self._is_found:
+        if self._shapes_are_found:
             remedy = (
                 "It was so in the first step. Where it changes from step to step, pass another seq_length or "
                 "micro_batch_size with it (shapes are then found anew), or set "
