@@ -125,7 +125,7 @@ class Pipeline(Verbs):
         self,
         call: Call,
         stages: Sequence[Stage],
-        looks: Sequence[FirstStep | None],
+        first_steps: Sequence[FirstStep | None],
         extensions: Sequence[Extension],
         monitor: Monitor,
         sync: GradientSync | None,
@@ -138,8 +138,8 @@ class Pipeline(Verbs):
         self._weights_per_window = 0 if self.forward_only else call.config.weights_per_window
         self._has_waited = False
         self._pending_units.clear()
-        for chunk, stage, look in zip(self._chunks, stages, looks):
-            chunk.begin(stage, self._runs(chunk, stage, extensions), look)
+        for chunk, stage, first_step in zip(self._chunks, stages, first_steps):
+            chunk.begin(stage, self._runs(chunk, stage, extensions), first_step)
 
     # Messages
 
@@ -270,7 +270,7 @@ class Pipeline(Verbs):
         sending of the input gradients, for which a neighbour may wait."""
         this = self._chunks[chunk]
         if this.first_step is not None:
-            this.first_step.look(unit)
+            this.first_step.observe(unit)
         if kind.is_forward:
             output, unit.output = unit.output, None
             if this.outputs is not None:

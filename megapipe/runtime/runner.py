@@ -23,7 +23,7 @@ from ..plan import Action, Schedule, ScheduleError
 from ..stages import Call, Extension, Stage, find_delayed
 from .arguments import NO_PEERS, check_arguments, remote_peers, specs_of, to_agree_on
 from .combinations import check_combinations
-from .first_step import FirstStep, end_first_steps, first_steps
+from .first_step import FirstStep, end_first_steps, make_first_steps
 from .found_shapes import FoundShapes, Specs
 from .grad_sync import GradientSync
 from .links import lines_of, links_around
@@ -231,11 +231,11 @@ class Runner:
 
     def run(self, call: Call, extensions: Sequence[Extension]) -> None:
         """Run one step. The results are in the call."""
-        looks = self._run_loops(call, extensions)
+        first_steps = self._run_loops(call, extensions)
         if self._is_new and not call.is_void:
             self._is_new = False
-            has_gradients = not any(extension.hides_gradients for extension in extensions)
-            end_first_steps(looks, call, self.key, self.found_shapes, has_gradients, self._session)
+            gradients_in_params = not any(extension.hides_gradients for extension in extensions)
+            end_first_steps(first_steps, call, self.key, self.found_shapes, gradients_in_params, self._session)
             self._describe(call)
         for extension in extensions:
             extension.end()
@@ -249,9 +249,9 @@ class Runner:
             contexts.append(extension.begin(call))
         stages = self.make_stages(call)
         sync = self._gradient_sync(call, extensions, stages)
-        looks: list[FirstStep | None] = [None] * len(stages)
+        first_steps: list[FirstStep | None] = [None] * len(stages)
         if self._is_new:
-            looks = first_steps(stages, call, self.found_shapes)
+            first_steps = make_first_steps(stages, call, self.found_shapes)
         for line in self._now.lines:
             line.begin()
         transport = None if self._communicator is None else self._communicator.transport
@@ -259,7 +259,7 @@ class Runner:
         for extension in extensions:
             monitor = extension.monitor(monitor)
         arguments = checkpoint_arguments(self.key, self.pp_rank, call)
-        pipeline.begin_step(call, stages, looks, extensions, monitor, sync, arguments)
+        pipeline.begin_step(call, stages, first_steps, extensions, monitor, sync, arguments)
         with ExitStack() as around:
             if sync is not None:
                 around.enter_context(sync)
@@ -271,7 +271,7 @@ class Runner:
             reports = self._now.loops(pipeline)
         if reports is not call.results:
             raise ScheduleError(f"{self.key.schedule.name} did not end with `return pipe.finish()`.")
-        return looks
+        return first_steps
 
     def _build(self, call: Call) -> None:
         """Make the object that the schedule's loops drive, over channels that all ranks open together."""
