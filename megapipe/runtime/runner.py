@@ -37,8 +37,8 @@ PLAIN = {bool, int, float, str, type(None), torch.dtype}
 MODULES = {option.module for option in OPTIONS if option.module}
 """Those that bring an option along where they are imported."""
 
-MOST_NUMBERS = 64
-"""How many numbers of microbatches a runner keeps something for: those used last."""
+MOST_PREPARED = 64
+"""The number of `PreparedStep`s that a runner keeps: those used last."""
 
 _read_all = attrgetter(*DEFAULTS)
 
@@ -60,7 +60,7 @@ class CallKey(NamedTuple):
 
 
 def call_key(schedule: Schedule, call: Call) -> CallKey:
-    settings = [value if type(value) in PLAIN else _outline(value) for value in _read_all(call.config)]
+    settings = [value if type(value) in PLAIN else _by_type(value) for value in _read_all(call.config)]
     chunks = (MODULES & sys.modules.keys(), *call.structures)
     has_own = call.adjust_tensor_shapes_fn is not None
     sizes = (call.seq_length, call.micro_batch_size, call.decoder_seq_length, has_own)
@@ -68,23 +68,23 @@ def call_key(schedule: Schedule, call: Call) -> CallKey:
     return CallKey(schedule, call.forward_only, sizes, inputs, tuple(settings), chunks, call.device)
 
 
-def _outline(value: Any) -> Any:
+def _by_type(value: Any) -> Any:
     """What of a value counts: of a function, which may hold a model, only that there is one."""
     if isinstance(value, Sequence):
         return tuple(one if type(one) in PLAIN else type(one) for one in value)
     return type(value)
 
 
-class OfNumber:
-    """What steps with one number of microbatches have in common.
+class PreparedStep:
+    """What a runner keeps for all steps with the same number of microbatches.
 
     Args:
-        key: of the plan that the schedule follows.
+        plan_key: of the plan that the schedule follows.
         to_agree_on: the arguments that all ranks of the pipeline must have alike.
     """
 
-    def __init__(self, key: PlanKey, loops: Callable[[Any], Any], to_agree_on: dict[str, str]) -> None:
-        self.key = key
+    def __init__(self, plan_key: PlanKey, loops: Callable[[Any], Any], to_agree_on: dict[str, str]) -> None:
+        self.plan_key = plan_key
         self.loops = loops
         self.to_agree_on = to_agree_on
         self.pipeline: Pipeline | None = None
@@ -95,7 +95,7 @@ class Runner:
     """A schedule on this rank, for all steps with one `CallKey`.
 
     Attributes:
-        key: of the plan that the schedule follows, for the number of microbatches of this step.
+        plan_key: of the plan that the schedule follows, for the number of microbatches of this step.
         specs: per stage the messages that it receives and sends, where known.
         found_shapes: the messages that are known only since the first step, or not yet.
 
@@ -118,42 +118,44 @@ class Runner:
             self.slices, self._stage_type = extension.cut(call) or (self.slices, self._stage_type)
         call.slices, call.stages = self.slices, self.stages
         self._peers = [remote_peers(stage, schedule.placement, self.pp_rank, self._pp_size) for stage in self.stages]
-        self._described = specs_of(call, self.stages, self._peers)
+        self._static_specs = specs_of(call, self.stages, self._peers)
         self._asks_models = call.adjust_tensor_shapes_fn is not None or any(
             find_attribute(model, "infer_stage_inputs_from_pipeline_inputs") is not None for model in call.models
         )
         unknown = {} if config.variable_seq_lengths else dict(enumerate(self._peers))
-        unknown = {n: of for n, of in unknown.items() if of != NO_PEERS and self._described[n] == (None, None)}
+        unknown = {
+            n: peers for n, peers in unknown.items() if peers != NO_PEERS and self._static_specs[n] == (None, None)
+        }
         self.found_shapes = FoundShapes(session, call, self.stages, unknown)
         self._delays = [config.delay_wgrad_compute and bool(find_delayed(model)) for model in call.models]
         self._is_new = True
         self.specs: Specs = []
         self._communicator: Communicator | None = None
-        self._of_numbers: dict[int, OfNumber] = {}
-        self._describe(call)
-        self._turn_to(call)
+        self._prepared: dict[int, PreparedStep] = {}
+        self._update_specs(call)
+        self._select(call)
 
-    def _describe(self, call: Call) -> None:
+    def _update_specs(self, call: Call) -> None:
         """Begin with the messages that are known by now."""
-        specs = list(self._described)
+        specs = list(self._static_specs)
         self.found_shapes.fill_in(specs)
         if not self._is_new and specs == self.specs:
             return
         self.specs = specs
         self._shapes_are_found = [chunk in self.found_shapes for chunk in range(len(specs))]
         self._headers = [self.found_shapes.have_headers(chunk, sent) for chunk, (_, sent) in enumerate(specs)]
-        self._of_numbers.clear()
+        self._prepared.clear()
 
-    def _turn_to(self, call: Call) -> None:
+    def _select(self, call: Call) -> None:
         """Take what belongs to the number of microbatches of a call. It is made where that is a new one."""
-        known, number = self._of_numbers, call.num_microbatches
-        self._now = known.pop(number) if number in known else self._make_of_number(call)
-        self.key = self._now.key
-        known[number] = self._now
-        for oldest in list(known)[:-MOST_NUMBERS]:
-            del known[oldest]
+        prepared, number = self._prepared, call.num_microbatches
+        self._current = prepared.pop(number) if number in prepared else self._prepare_for(call)
+        self.plan_key = self._current.plan_key
+        prepared[number] = self._current
+        for oldest in list(prepared)[:-MOST_PREPARED]:
+            del prepared[oldest]
 
-    def _make_of_number(self, call: Call) -> OfNumber:
+    def _prepare_for(self, call: Call) -> PreparedStep:
         schedule, config = self.call_key.schedule, call.config
         self._check(call)
         sizes = (self._pp_size, call.num_microbatches, len(self.stages))
@@ -162,7 +164,7 @@ class Runner:
             _ = key.plan  # raises where the schedule cannot keep to these
         self._kinds = key.kinds
         agreed = to_agree_on(schedule.name, call, self.stages, self.specs) | self.found_shapes.to_agree_on(self.specs)
-        return OfNumber(key, schedule.loops if call.forward_only else key.loops, agreed)
+        return PreparedStep(key, schedule.loops if call.forward_only else key.loops, agreed)
 
     def _check(self, call: Call) -> None:
         """Raises ValueError for what does not go together, also with this number of microbatches."""
@@ -173,7 +175,7 @@ class Runner:
         """Whether the messages of this call are those that the runner knows, where models compute their shapes."""
         if not self._asks_models:
             return True
-        return specs_of(replace(call, slices=self.slices), self.stages, self._peers) == self._described
+        return specs_of(replace(call, slices=self.slices), self.stages, self._peers) == self._static_specs
 
     def extensions(self, call: Call) -> list[Extension]:
         """Those of the options that are set and have something to do in this step."""
@@ -190,7 +192,7 @@ class Runner:
             if is_set or option.module in sys.modules or option.kind in self._kinds:
                 module, _, name = option.extension.partition(":")
                 kind: type[Extension] = getattr(importlib.import_module(module), name)
-                yield kind(config, lambda: self.key.plan, self.pp_rank, self._session.watchdog)
+                yield kind(config, lambda: self.plan_key.plan, self.pp_rank, self._session.watchdog)
 
     def agree(self, call: Call, what: str = "") -> None:
         """Check that all ranks of the pipeline make the same call. Collective over the pipeline.
@@ -201,12 +203,12 @@ class Runner:
         if not isinstance(self._session, Session):
             return
         watchdog, agreement = self._session.watchdog, self._session.agreement
-        arguments = self._now.to_agree_on
+        arguments = self._current.to_agree_on
         if agreement.agreed is arguments and not what:
             agreement.known_step = watchdog.progress.step
             return
         watchdog.timeout = call.config.timeout
-        name = {"the schedule": self.key.schedule.name + what}
+        name = {"the schedule": self.plan_key.schedule.name + what}
         agreement.agree(arguments | name if what else arguments)
 
     def connect(self, call: Call) -> Communicator | None:
@@ -214,18 +216,18 @@ class Runner:
         if not isinstance(self._session, Session):
             return None
         has_headers = call.config.variable_seq_lengths or bool(self.found_shapes)
-        placement, device = self.key.schedule.placement, self.call_key.device
-        return self._session.communicator(placement, self.key.num_chunks, device, has_headers, call.config)
+        placement, device = self.plan_key.schedule.placement, self.call_key.device
+        return self._session.communicator(placement, self.plan_key.num_chunks, device, has_headers, call.config)
 
     def prepare(self, call: Call) -> list[Extension]:
         """All that comes before the step's first action: whoever refuses the call does it here, and all ranks with it.
         Collective over the pipeline where arguments have changed. Returns what takes part, for `run`."""
         call.slices, call.stages = self.slices, self.stages
-        if self._of_numbers.get(call.num_microbatches) is not self._now:
-            self._turn_to(call)
+        if self._prepared.get(call.num_microbatches) is not self._current:
+            self._select(call)
         extensions = self.extensions(call)
         self.agree(call)
-        if self._now.pipeline is None:
+        if self._current.pipeline is None:
             self._build(call)
         return extensions
 
@@ -235,14 +237,14 @@ class Runner:
         if self._is_new and not call.is_void:
             self._is_new = False
             gradients_in_params = not any(extension.hides_gradients for extension in extensions)
-            end_first_steps(first_steps, call, self.key, self.found_shapes, gradients_in_params, self._session)
-            self._describe(call)
+            end_first_steps(first_steps, call, self.plan_key, self.found_shapes, gradients_in_params, self._session)
+            self._update_specs(call)
         for extension in extensions:
             extension.end()
 
     def _run_loops(self, call: Call, extensions: Sequence[Extension]) -> list[FirstStep | None]:
         """Run the schedule. Returns what has looked at its first step."""
-        pipeline = self._now.pipeline
+        pipeline = self._current.pipeline
         assert pipeline is not None
         contexts = []
         for extension in extensions:
@@ -252,13 +254,13 @@ class Runner:
         first_steps: list[FirstStep | None] = [None] * len(stages)
         if self._is_new:
             first_steps = make_first_steps(stages, call, self.found_shapes)
-        for line in self._now.lines:
+        for line in self._current.lines:
             line.begin()
         transport = None if self._communicator is None else self._communicator.transport
         monitor = Monitor(self._session.watchdog, transport)
         for extension in extensions:
             monitor = extension.monitor(monitor)
-        arguments = checkpoint_arguments(self.key, self.pp_rank, call)
+        arguments = checkpoint_arguments(self.plan_key, self.pp_rank, call)
         pipeline.begin_step(call, stages, first_steps, extensions, monitor, sync, arguments)
         with ExitStack() as around:
             if sync is not None:
@@ -268,9 +270,9 @@ class Runner:
             for context in contexts:
                 if context is not None:
                     around.enter_context(context)
-            reports = self._now.loops(pipeline)
+            reports = self._current.loops(pipeline)
         if reports is not call.results:
-            raise ScheduleError(f"{self.key.schedule.name} did not end with `return pipe.finish()`.")
+            raise ScheduleError(f"{self.plan_key.schedule.name} did not end with `return pipe.finish()`.")
         return first_steps
 
     def _build(self, call: Call) -> None:
@@ -283,12 +285,12 @@ class Runner:
         lines = {}
         if communicator is not None and communicator.transport.matches_by_order:
             buffered = communicator.transport.buffered_bytes
-            lines = lines_of(self.key.traffic_around(self.pp_rank), self.pp_rank, call.forward_only, buffered)
-        self._now.lines = list(lines.values())
+            lines = lines_of(self.plan_key.traffic_around(self.pp_rank), self.pp_rank, call.forward_only, buffered)
+        self._current.lines = list(lines.values())
         ways = (communicator, lookahead, lines, call.forward_only)
-        links = links_around(self.key, self.pp_rank, self.specs, self.found_shapes, *ways)
+        links = links_around(self.plan_key, self.pp_rank, self.specs, self.found_shapes, *ways)
         posted_ahead = self._posted_ahead(communicator, lookahead, call.forward_only)
-        self._now.pipeline = Pipeline(self.key, self.pp_rank, links, call.forward_only, posted_ahead)
+        self._current.pipeline = Pipeline(self.plan_key, self.pp_rank, links, call.forward_only, posted_ahead)
 
     def _posted_ahead(
         self, communicator: Communicator | None, lookahead: Lookahead, forward_only: bool
@@ -298,7 +300,7 @@ class Runner:
         specs = [spec for around in self.specs for side in around for spec in side or ()]
         if all(spec.nbytes <= communicator.transport.buffered_bytes for spec in specs):
             return {}
-        plan = self.key.plan
+        plan = self.plan_key.plan
         is_of_plan = plan.forward_only == forward_only  # not a validation by the plan of a training step
         return plan.posted_ahead[self.pp_rank] if is_of_plan else {}
 
@@ -314,15 +316,13 @@ class Runner:
             return None
         is_split = False
         if config.no_sync_func is not None and not call.forward_only:
-            is_split = self.key.plan.splits_backward or any(stage.can_overlap for stage in stages)
+            is_split = self.plan_key.plan.splits_backward or any(stage.can_overlap for stage in stages)
         return make(config, call.models, call.num_units, is_split, call.forward_only)
 
     def make_stages(self, call: Call) -> list[Stage]:
         """One per chunk."""
         stages = []
-        for chunk, of_chunk in enumerate(
-            zip(self.stages, self.specs, self._shapes_are_found, self._headers, self._delays)
-        ):
-            info, (_, sent), *rest = of_chunk
-            stages.append(self._stage_type(info, chunk, call, sent, *rest))
+        columns = (self.stages, self.specs, self._shapes_are_found, self._headers, self._delays)
+        for chunk, (info, (_, sent), *flags) in enumerate(zip(*columns)):
+            stages.append(self._stage_type(info, chunk, call, sent, *flags))
         return stages

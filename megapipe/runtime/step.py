@@ -106,7 +106,7 @@ def _run_among(
 ) -> None:
     """A step with what frameworks do around its loops and around its end, and with reports for all."""
     pp_size = len(session.ranks)
-    last_stage = runner.key.schedule.placement.rank(pp_size * len(call.models) - 1, pp_size)
+    last_stage = runner.plan_key.schedule.placement.rank(pp_size * len(call.models) - 1, pp_size)
     share: Callable[..., Any] = functools.partial(session.share, source=last_stage, device=call.device)
     step = Step(call, session.pp_rank, pp_size, last_stage, keywords, share)
     with ExitStack() as stack:

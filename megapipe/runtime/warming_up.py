@@ -186,13 +186,13 @@ def _run(
     if session.watchdog is not None:
         session.watchdog.check()
         session.watchdog.progress.action = f"the warm-up of stage {info.index}"
-    own = {action.kind for action in runner.key.plan.actions[runner.pp_rank] if action.stage == info.index}
+    own = {action.kind for action in runner.plan_key.plan.actions[runner.pp_rank] if action.stage == info.index}
     extensions = runner.extensions(call)
     stage = runner.make_stages(call)[chunk]
     if chunk in runner.found_shapes:
         stage.output_specs = None  # what steps have found may change
     runs = runs_of(stage, extensions)
-    extra = next(checkpoint_arguments(runner.key, runner.pp_rank, call))
+    extra = next(checkpoint_arguments(runner.plan_key, runner.pp_rank, call))
     backwards: list[Kind | None] = [kind for kind in KINDS.values() if kind.name in own and kind.message == "backward"]
     for backward in backwards or [None]:
         done = []
