@@ -441,7 +441,7 @@ class Transport(ABC):
         """Stop helper threads, and give connections back."""
 
 
-class Communicator:
+class Channels:
     """The channels of one rank over a transport, made once per pipeline and kept between steps."""
 
     def __init__(self, transport: Transport, placement: Placement, pp_rank: int, pp_size: int, num_chunks: int) -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ..messages import HEADER, MessageSpec
-from ..p2p_communication import HEADERS_AHEAD, Communicator, Line, Link, LocalLink, Lookahead, Receiver, Sender
+from ..p2p_communication import HEADERS_AHEAD, Channels, Line, Link, LocalLink, Lookahead, Receiver, Sender
 from ..plan import ChannelName, StageInfo
 from .found_shapes import FoundShapes, Specs
 from .pipeline import Links
@@ -36,7 +36,7 @@ def links_around(
     pp_rank: int,
     specs: Specs,
     found_shapes: FoundShapes,
-    communicator: Communicator | None,
+    channels: Channels | None,
     lookahead: Lookahead,
     lines: Mapping[int, Line],
     forward_only: bool,
@@ -46,7 +46,7 @@ def links_around(
     Args:
         specs: of each stage the message that it receives and the one that it sends, or those of each slice; None where
             a header precedes them that says all.
-        communicator: None where the pipeline has one rank only.
+        channels: None where the pipeline has one rank only.
         lines: by peer, where the transport knows messages by their order.
     """
     placement = key.schedule.placement
@@ -54,22 +54,22 @@ def links_around(
     local: defaultdict[int, tuple[Link, Link]] = defaultdict(lambda: (LocalLink(), LocalLink()))
 
     def receiver(kind: str, index: int, peer: int, specs: Sequence[MessageSpec], has_headers: bool = False) -> Receiver:
-        assert communicator is not None
+        assert channels is not None
         headers = None
         if has_headers:
             ahead = lookahead if HEADER in specs and not lines else HEADERS_AHEAD
-            headers = Receiver(communicator.channel("header", index), peer, [HEADER] * num_slices, count, ahead)
+            headers = Receiver(channels.channel("header", index), peer, [HEADER] * num_slices, count, ahead)
         line = lines.get(peer)
-        made = Receiver(communicator.channel(kind, index), peer, specs, count, lookahead, headers, line)
+        made = Receiver(channels.channel(kind, index), peer, specs, count, lookahead, headers, line)
         if line is not None:
             line.add(made, ChannelName(kind, index))
         return made
 
     def sender(kind: str, index: int, peer: int, has_headers: bool = False, replies: Receiver | None = None) -> Sender:
-        assert communicator is not None
-        headers = communicator.channel("header", index) if has_headers else None
+        assert channels is not None
+        headers = channels.channel("header", index) if has_headers else None
         line = lines.get(peer)
-        made = Sender(communicator.channel(kind, index), peer, headers, replies, num_slices, line)
+        made = Sender(channels.channel(kind, index), peer, headers, replies, num_slices, line)
         if line is not None:
             line.add(made, ChannelName(kind, index))
         return made

@@ -18,7 +18,7 @@ import torch
 
 from ..chunks import find_attribute
 from ..config import DEFAULTS, OPTIONS, StepConfig
-from ..p2p_communication import Communicator, Line, Lookahead
+from ..p2p_communication import Channels, Line, Lookahead
 from ..plan import Action, Schedule, ScheduleError
 from ..stages import Call, Extension, Stage, find_delayed
 from .arguments import NO_PEERS, check_arguments, remote_peers, specs_of, to_agree_on
@@ -130,7 +130,7 @@ class Runner:
         self._delays = [config.delay_wgrad_compute and bool(find_delayed(model)) for model in call.models]
         self._is_new = True
         self.specs: Specs = []
-        self._communicator: Communicator | None = None
+        self._channels: Channels | None = None
         self._prepared: dict[int, PreparedStep] = {}
         self._update_specs(call)
         self._select(call)
@@ -211,13 +211,13 @@ class Runner:
         name = {"the schedule": self.plan_key.schedule.name + what}
         agreement.agree(arguments | name if what else arguments)
 
-    def connect(self, call: Call) -> Communicator | None:
+    def connect(self, call: Call) -> Channels | None:
         """The channels of the pipeline, opened where this is the first to need them. None for one rank."""
         if not isinstance(self._session, Session):
             return None
         has_headers = call.config.variable_seq_lengths or bool(self.found_shapes)
         placement, device = self.plan_key.schedule.placement, self.call_key.device
-        return self._session.communicator(placement, self.plan_key.num_chunks, device, has_headers, call.config)
+        return self._session.channels(placement, self.plan_key.num_chunks, device, has_headers, call.config)
 
     def prepare(self, call: Call) -> list[Extension]:
         """All that comes before the step's first action: whoever refuses the call does it here, and all ranks with it.
@@ -256,7 +256,7 @@ class Runner:
             first_steps = make_first_steps(stages, call, self.found_shapes)
         for line in self._current.lines:
             line.begin()
-        transport = None if self._communicator is None else self._communicator.transport
+        transport = None if self._channels is None else self._channels.transport
         monitor = Monitor(self._session.watchdog, transport)
         for extension in extensions:
             monitor = extension.monitor(monitor)
@@ -277,28 +277,28 @@ class Runner:
 
     def _build(self, call: Call) -> None:
         """Make the object that the schedule's loops drive, over channels that all ranks open together."""
-        self._communicator = communicator = self.connect(call)
+        self._channels = channels = self.connect(call)
         lookahead = Lookahead(0)
-        if communicator is not None and call.config.overlap_p2p_comm:
+        if channels is not None and call.config.overlap_p2p_comm:
             ahead = call.config.p2p_lookahead
-            lookahead = communicator.transport.lookahead if ahead is None else Lookahead(ahead)
+            lookahead = channels.transport.lookahead if ahead is None else Lookahead(ahead)
         lines = {}
-        if communicator is not None and communicator.transport.matches_by_order:
-            buffered = communicator.transport.buffered_bytes
+        if channels is not None and channels.transport.matches_by_order:
+            buffered = channels.transport.buffered_bytes
             lines = lines_of(self.plan_key.traffic_around(self.pp_rank), self.pp_rank, call.forward_only, buffered)
         self._current.lines = list(lines.values())
-        ways = (communicator, lookahead, lines, call.forward_only)
+        ways = (channels, lookahead, lines, call.forward_only)
         links = links_around(self.plan_key, self.pp_rank, self.specs, self.found_shapes, *ways)
-        posted_ahead = self._posted_ahead(communicator, lookahead, call.forward_only)
+        posted_ahead = self._posted_ahead(channels, lookahead, call.forward_only)
         self._current.pipeline = Pipeline(self.plan_key, self.pp_rank, links, call.forward_only, posted_ahead)
 
     def _posted_ahead(
-        self, communicator: Communicator | None, lookahead: Lookahead, forward_only: bool
+        self, channels: Channels | None, lookahead: Lookahead, forward_only: bool
     ) -> Mapping[Action, Sequence[Action]]:
-        if communicator is None or not communicator.transport.matches_by_order or not lookahead.messages:
+        if channels is None or not channels.transport.matches_by_order or not lookahead.messages:
             return {}
         specs = [spec for around in self.specs for side in around for spec in side or ()]
-        if all(spec.nbytes <= communicator.transport.buffered_bytes for spec in specs):
+        if all(spec.nbytes <= channels.transport.buffered_bytes for spec in specs):
             return {}
         plan = self.plan_key.plan
         is_of_plan = plan.forward_only == forward_only  # not a validation by the plan of a training step

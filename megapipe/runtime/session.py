@@ -27,7 +27,7 @@ from ..failures import (
     join_ranks,
     single_rank_step,
 )
-from ..p2p_communication import Communicator
+from ..p2p_communication import Channels
 from ..plan import Placement
 from ..transports import Members, make_transport
 from .sharing import share
@@ -64,7 +64,7 @@ class Session:
         self._store = InterruptibleStore(
             self._torch_store, self.pp_rank, len(self.ranks), check_failure=lambda: self.watchdog.check()
         )
-        self._communicators: dict[tuple[str, int, str, str | None, int, float], Communicator] = {}
+        self._channels: dict[tuple[str, int, str, str | None, int, float], Channels] = {}
         self.watchdog = Watchdog(board, name, self.ranks, self._store, self._abort, self._find_error, self.has_ended)
         self._progress = self.watchdog.progress
         self.mailbox = Mailbox(self._store, self.watchdog)
@@ -131,9 +131,9 @@ class Session:
         self.mailbox.post(name, json.dumps(own))
         return [json.loads(text) for text in self.mailbox.collect(name)]
 
-    def communicator(
+    def channels(
         self, placement: Placement, num_chunks: int, device: torch.device, has_headers: bool, config: StepConfig
-    ) -> Communicator:
+    ) -> Channels:
         """The channels for this placement, built at the first step that needs them. Collective over the pipeline.
 
         Args:
@@ -152,25 +152,25 @@ class Session:
                 f"{before}: leave chunks on the device of their first step, or make the process groups anew."
             )
         progress = self._progress
-        if key not in self._communicators:
+        if key not in self._channels:
             own, torchs = (PrefixStore(f"channels {key}", store) for store in (self._store, self._torch_store))
             members = Members(own, torchs, self.pp_rank, self.ranks, patience)
             chosen = make_transport(config.p2p_transport, members, device, self._is_shared, config.p2p_max_ctas)
-            communicator = Communicator(chosen, placement, self.pp_rank, len(self.ranks), num_chunks)
-            self._communicators[key] = communicator
+            channels = Channels(chosen, placement, self.pp_rank, len(self.ranks), num_chunks)
+            self._channels[key] = channels
             progress.action, progress.awaited = "the connecting of its channels", "the others to connect"
-            communicator.connect()
+            channels.connect()
             progress.awaited = None
             logger.info(
                 "pipeline rank %d of %d: connected for %s with %d chunk(s), on %s by %s",
                 *(self.pp_rank, len(self.ranks), placement.name, num_chunks, device, type(chosen).__name__),
             )
-        communicator = self._communicators[key]
+        channels = self._channels[key]
         if has_headers:
             progress.action, progress.awaited = "the connecting of its channels", "the others to connect"
-            communicator.connect_headers()
+            channels.connect_headers()
             progress.awaited = None
-        return communicator
+        return channels
 
     def _is_shared(self, device: torch.device) -> bool:
         """Whether two ranks of this pipeline are on one GPU."""
@@ -188,17 +188,17 @@ class Session:
     def _abort(self) -> None:
         """All at once: to abort one can wait for what others have on the device. The first needs no thread: at the end
         of the interpreter none can be started."""
-        communicators = list(self._communicators.values())
-        others = [threading.Thread(target=one.transport.abort, daemon=True) for one in communicators[1:]]
+        all_channels = list(self._channels.values())
+        others = [threading.Thread(target=one.transport.abort, daemon=True) for one in all_channels[1:]]
         for other in others:
             other.start()
-        for one in communicators[:1]:
+        for one in all_channels[:1]:
             one.transport.abort()
         for other in others:
             other.join()
 
     def _find_error(self) -> str | None:
-        errors = (communicator.transport.find_error() for communicator in list(self._communicators.values()))
+        errors = (channels.transport.find_error() for channels in list(self._channels.values()))
         return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
@@ -207,10 +207,10 @@ class Session:
         self._close_channels()
 
     def _close_channels(self) -> None:
-        for communicator in self._communicators.values():
-            communicator.transport.close()
+        for channels in self._channels.values():
+            channels.transport.close()
         self.runners.clear()  # over these channels
-        self._communicators.clear()  # with their connections: each has threads that poll
+        self._channels.clear()  # with their connections: each has threads that poll
 
 
 class Alone:
