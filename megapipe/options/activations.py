@@ -73,7 +73,7 @@ class Recompute(Compared):
             if not self.is_of(stage, unit):
                 return function(*args)
             regions = self._regions[stage.info]
-            with recomputing(regions, stage.device, self.is_compared(stage, unit)) as unit.of[Recompute]:
+            with recomputing(regions, stage.device, self.is_compared(stage, unit)) as unit.kept_by[Recompute]:
                 return function(*args)
 
         return run
@@ -82,7 +82,7 @@ class Recompute(Compared):
         def replay(unit: Unit) -> None:
             if unit.received is not None:
                 stage.show(unit)
-            for call in unit.of.get(Recompute, ()):
+            for call in unit.kept_by.get(Recompute, ()):
                 call.run()
 
         return {RECOMPUTE.name: replay}
@@ -106,7 +106,7 @@ class Offloading(Compared):
             if not self.is_of(stage, unit):
                 run(unit, *extra)
                 return
-            unit.of[Offloading] = offload = self._begin(stage, unit)
+            unit.kept_by[Offloading] = offload = self._begin(stage, unit)
             # Also where nothing of it is used: memory that is copied to must not be freed.
             unit.before_backward.append(offload.wait)
             with offload.saving():
@@ -117,8 +117,8 @@ class Offloading(Compared):
 
     def kinds(self, stage: Stage) -> Mapping[str, Run]:
         return {
-            OFFLOAD.name: lambda unit: unit.of[Offloading].free(),
-            LOAD.name: lambda unit: unit.of[Offloading].load(),
+            OFFLOAD.name: lambda unit: unit.kept_by[Offloading].free(),
+            LOAD.name: lambda unit: unit.kept_by[Offloading].load(),
         }
 
     def _begin(self, stage: Stage, unit: Unit) -> Offload:

@@ -35,7 +35,7 @@ class Slices(Extension):
             return run
 
         def replay(unit: Unit) -> None:
-            with unit.of[SlicedStage].state.again(self._slices[unit.slice]):
+            with unit.kept_by[SlicedStage].state.again(self._slices[unit.slice]):
                 run(unit)
 
         return replay
@@ -89,7 +89,7 @@ class SlicedStage(Stage):
         this = self._call.slices[unit.slice]
         if this.index == 0:
             self._microbatch = Microbatch(needs_grad=not self._call.forward_only)
-        unit.of[SlicedStage] = self._microbatch
+        unit.kept_by[SlicedStage] = self._microbatch
         if self._items is not None:
             self._items.begin(is_first=this.index == 0)
         with self._microbatch.state.forward(this):
@@ -104,16 +104,16 @@ class SlicedStage(Stage):
             self._microbatch = Microbatch(needs_grad=False)  # what the slices kept now lives as long as they do
 
     def BW(self, unit: Unit) -> None:
-        with unit.of[SlicedStage].state.backward(self._call.slices[unit.slice]):
+        with unit.kept_by[SlicedStage].state.backward(self._call.slices[unit.slice]):
             super().BW(unit)
 
     def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
         """Also those that later slices have given gradients to."""
-        num_tokens = unit.of[SlicedStage].num_tokens
+        num_tokens = unit.kept_by[SlicedStage].num_tokens
         if self._is_last and unit.output_grads and num_tokens is not None:
             tokens = torch.where(num_tokens > 0, num_tokens, 1).double()
             unit.output_grads = [(grad / tokens).to(grad.dtype) for grad in unit.output_grads]
-        roots: list[tuple[GradientEdge, Tensor]] = unit.of[SlicedStage].state.roots(unit.slice)
+        roots: list[tuple[GradientEdge, Tensor]] = unit.kept_by[SlicedStage].state.roots(unit.slice)
         return super().roots(unit) + roots
 
     def compute_loss(self, unit: Unit, output: Any, loss_func: Any) -> Loss | None:

@@ -152,7 +152,7 @@ class Stage:
         if not self.info.is_first:
             self._take_input_grads(unit)
         unit.received = unit.output_grads = None  # what is left is for W
-        unit.inputs, unit.edges, unit.of, unit.before_backward = [], [], {}, []
+        unit.inputs, unit.edges, unit.kept_by, unit.before_backward = [], [], {}, []
 
     def W(self, unit: Unit) -> None:
         """Needs `deferred`."""

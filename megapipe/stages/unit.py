@@ -37,8 +37,8 @@ class Unit:
     """The gradients of those. On the last stage, whose output is the loss, F sets it."""
     has_windows: bool = False
     """Whether F ran in segments, so that the backward may have overlap windows."""
-    of: dict[Any, Any] = field(default_factory=dict)
-    """What options keep with it."""
+    kept_by: dict[Any, Any] = field(default_factory=dict)
+    """What an option keeps for this unit, by the class of its extension or stage."""
     before_backward: list[Callable[[], None]] = field(default_factory=list)
     """Called before its backward."""
     input_grads: Transfer | None = None
