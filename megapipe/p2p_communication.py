@@ -104,7 +104,7 @@ class Link:
     peer: int | None = None
     """Pipeline rank of the other end, where it is not this one."""
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """A step begins."""
 
     def put(self, message: Transfer) -> None:
@@ -184,12 +184,12 @@ class Receiver(Link):
         self._posted: deque[Transfer] = deque()
         self._num_asked = 0  # and not taken yet
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         self._expected.extend([*self._specs] * self._count)
         if self._line is not None:
             self.reserve()
         if self._headers is not None:
-            self._headers.begin()
+            self._headers.reset()
 
     def expect(self, spec: MessageSpec) -> None:
         """One more such message will come, after those expected already."""
@@ -314,7 +314,7 @@ class Sender(Link):
         self._num_sent = 0
         self._described: list[MessageSpec] = []  # of a microbatch whose last slice has still to be sent
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         self._num_sent = 0
 
     def put(self, message: Transfer) -> None:
@@ -373,7 +373,7 @@ class Line:
         if isinstance(link, Receiver):
             self._receivers[name] = link
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """A step begins: all that was sent before has been taken."""
         self._to_come, self._turns = map(deque, self._orders)
 

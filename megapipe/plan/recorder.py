@@ -86,10 +86,10 @@ class PlanRecorder(Verbs):
         """Units whose activations are in host memory: their chunks, and their places among its backwards."""
         self._recomputed = [self.settings.recomputes_stage(info.index) for info in self.stages]
 
-    def run(self, kind: str, chunk: int | None = 0, number: int | None = None) -> None:
-        if kind not in KINDS:
-            raise ScheduleError(f"rank {self.pp_rank} runs a {kind!r}, which is none of {', '.join(KINDS)}.")
-        self._run(KINDS[kind], KINDS[kind].verb, chunk, number)
+    def run(self, kind_name: str, chunk: int | None = 0, number: int | None = None) -> None:
+        if kind_name not in KINDS:
+            raise ScheduleError(f"rank {self.pp_rank} runs a {kind_name!r}, which is none of {', '.join(KINDS)}.")
+        self._run(KINDS[kind_name], KINDS[kind_name].verb, chunk, number)
 
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
         for kind, chunk in ((KINDS[name], chunk) for name, chunk in (first, second)):
@@ -128,7 +128,7 @@ class PlanRecorder(Verbs):
             return
         if chunk is not None or kind.message is not None:
             self._check_chunk(kind.verb, chunk)
-        chunk, number = self._begin(kind.name, chunk, number)
+        chunk, number = self._next_action(kind.name, chunk, number)
         self._move(kind, chunk, number)
         self.events.append(self._event(verb, chunk, number, kind.is_forward))
 

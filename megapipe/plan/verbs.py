@@ -161,9 +161,9 @@ class Verbs(ABC):
         self._followers = {name: [kind.name for kind in needed if kind.after == name] for name in KINDS}
         self._passed = {kind.name: [0] * num_chunks for kind in optional}
         """Units of each chunk, in the order of its backwards, that an optional kind has taken or left out."""
-        self._steps = {kind.name: f"{kind.message}_step" for kind in KINDS.values() if kind.message is not None}
+        self._verbs = {kind.name: f"{kind.message}_step" for kind in KINDS.values() if kind.message is not None}
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Count from nought, for another step."""
         for counts in (*self._counts.values(), *self._passed.values()):
             counts[:] = [0] * self.num_chunks
@@ -183,7 +183,7 @@ class Verbs(ABC):
     def num_pending_weights(self, chunk: int | None = None) -> int:
         """Deferred weight-gradient passes (W) that are still to be run: of this chunk, or of all."""
         pending = self._pending["W"]
-        return len(pending) if chunk is None else [of for of, _ in pending].count(chunk)
+        return len(pending) if chunk is None else [other for other, _ in pending].count(chunk)
 
     # Verbs
 
@@ -192,7 +192,7 @@ class Verbs(ABC):
         """Take the next forward input from the previous stage. `forward_step` waits for it, this does not."""
 
     @abstractmethod
-    def run(self, kind: str, chunk: int | None = 0, number: int | None = None) -> None:
+    def run(self, kind_name: str, chunk: int | None = 0, number: int | None = None) -> None:
         """Run the chunk's next action of a kind (kinds.py).
 
         Args:
@@ -282,16 +282,16 @@ class Verbs(ABC):
     def _units(self) -> str:
         return "microbatches" if self.num_slices == 1 else "slices of microbatches"
 
-    def _begin(self, kind: str, chunk: int | None, number: int | None = None) -> tuple[int, int]:
+    def _next_action(self, kind_name: str, chunk: int | None, number: int | None = None) -> tuple[int, int]:
         """Count the next action of a kind. Returns its chunk, and its number among those of its kind's order: that of
         forwards or, for all others, that of backwards."""
-        row = KINDS[kind]
-        if row.message is None:
-            chunk, number = self._take_pending(row, chunk, number)
+        kind = KINDS[kind_name]
+        if kind.message is None:
+            chunk, number = self._take_pending(kind, chunk, number)
         else:
             assert chunk is not None
-            number = self._advance(self._steps[kind], chunk)
-        for name in self._followers[kind]:
+            number = self._advance(self._verbs[kind_name], chunk)
+        for name in self._followers[kind_name]:
             self._pending[name].append((chunk, number))
         return chunk, number
 
@@ -308,16 +308,16 @@ class Verbs(ABC):
             if chunk is None or chunk == unit[0]:
                 del pending[index]
                 return unit
-        step = self._steps[kind.after or ""]
-        counts, whose = (self._counts[step], "") if chunk is None else ([self._counts[step][chunk]], " of that chunk")
+        verb = self._verbs[kind.after or ""]
+        counts, whose = (self._counts[verb], "") if chunk is None else ([self._counts[verb][chunk]], " of that chunk")
         raise ScheduleError(
             f"rank {self.pp_rank} calls {kind.verb}({'' if chunk is None else chunk}) but has no deferred {kind.label}"
-            f"{whose} (after {sum(counts)} {step.removesuffix('_step')}s)."
+            f"{whose} (after {sum(counts)} {verb.removesuffix('_step')}s)."
         )
 
-    def _next_optional(self, kind: str, chunk: int) -> int:
+    def _next_optional(self, kind_name: str, chunk: int) -> int:
         """The unit of a chunk, in the order of its backwards, that an optional kind may take next."""
-        return max(self._passed[kind][chunk], self._counts["backward_step"][chunk])
+        return max(self._passed[kind_name][chunk], self._counts["backward_step"][chunk])
 
     def _num_forwarded(self, chunk: int) -> int:
         """The units of a chunk that have gone forward, those of whole microbatches: they go backward in this order."""
@@ -333,9 +333,9 @@ class Verbs(ABC):
                         f"rank {self.pp_rank} ended its step after {count} calls of {verb}({chunk}); there are "
                         f"{expected} {self._units}."
                     )
-        for kind, pending in self._pending.items():
+        for name, pending in self._pending.items():
             if pending:
                 chunk, _ = min(pending)
-                number = [of for of, _ in pending].count(chunk)
-                without = f"without the {kind}s of {number} {self._units} of chunk {chunk}"
+                number = [other for other, _ in pending].count(chunk)
+                without = f"without the {name}s of {number} {self._units} of chunk {chunk}"
                 raise ScheduleError(f"rank {self.pp_rank} ended its step {without}.")

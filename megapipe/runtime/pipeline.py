@@ -34,8 +34,12 @@ class Links(NamedTuple):
     input_grads: Link | None
 
 
-class Chunk:
-    """One stage of this rank between its links, and its units in flight."""
+class StageState:
+    """What a pipeline has of one stage of this rank: its links, its units in flight, and the functions of its actions.
+
+    Args:
+        actions: all actions that the stage can run in a step, by the name of their kind.
+    """
 
     stage: Stage
     runs: dict[str, Run]
@@ -43,31 +47,30 @@ class Chunk:
     first_step: FirstStep | None
     """Looks at what the stage does; None where nothing does."""
 
-    def __init__(self, index: int, actions: Mapping[str, Sequence[Action]], links: Links) -> None:
-        self.index = index
+    def __init__(self, actions: Mapping[str, Sequence[Action]], links: Links) -> None:
         self.actions = actions
         self.inputs, self.outputs, self.output_grads, self.input_grads = links
         self.links = [link for link in links if link is not None]
         self.receivers = [link for link in (links.output_grads, links.inputs) if link and link.peer is not None]
-        self.waiting = {
+        self.waits_for_peer = {
             name
             for name, kind in KINDS.items()
             if kind.message is not None and (self.inputs if kind.is_forward else self.output_grads) in self.receivers
         }
         """Kinds of action that wait for another rank."""
-        self.may_wait = {name for name, kind in KINDS.items() if kind.message is not None}
+        self.may_have_windows = {name for name, kind in KINDS.items() if kind.message is not None}
         """Kinds of action that may have overlap windows: all, but those that had none in an earlier step."""
         self.had_windows: dict[str, bool] = {}
         self.units: dict[tuple[int, int], Unit] = {}
         """Units in flight, by microbatch and slice."""
 
-    def begin(self, stage: Stage, runs: dict[str, Run], first_step: FirstStep | None) -> None:
+    def reset(self, stage: Stage, runs: dict[str, Run], first_step: FirstStep | None) -> None:
         """A step begins."""
         self.stage, self.runs, self.first_step = stage, runs, first_step
         self.had_windows.clear()
         self.units.clear()
         for link in self.links:
-            link.begin()
+            link.reset()
         if self.inputs is not None:
             self.inputs.post_ahead()
 
@@ -78,7 +81,7 @@ class Chunk:
             assert link.is_empty(), "the schedule ended with messages left"
         for name, had_some in self.had_windows.items():
             if not had_some:
-                self.may_wait.discard(name)
+                self.may_have_windows.discard(name)
         self.stage.forget_input()
         del self.stage, self.runs, self.first_step
 
@@ -110,8 +113,8 @@ class Pipeline(Verbs):
         posted_ahead: Mapping[Action, Sequence[Action]],
     ) -> None:
         super().__init__(key.schedule.placement, pp_rank, *key[1:4], forward_only, key.settings, key.num_slices)
-        self._chunks = [
-            Chunk(info.index, actions_of(info.index, self.num_microbatches, self.num_slices), around)
+        self._states = [
+            StageState(actions_of(info.index, self.num_microbatches, self.num_slices), around)
             for info, around in zip(self.stages, links)
         ]
         self._posted_ahead = posted_ahead
@@ -132,98 +135,98 @@ class Pipeline(Verbs):
         checkpoint_arguments: Iterator[tuple[bool, ...]],
     ) -> None:
         """Count from nought."""
-        self.begin()
+        self.reset()
         self._results, self._monitor, self._sync = call.results, monitor, sync
         self._checkpoint_arguments = checkpoint_arguments
         self._weights_per_window = 0 if self.forward_only else call.config.weights_per_window
         self._has_waited = False
         self._pending_units.clear()
-        for chunk, stage, first_step in zip(self._chunks, stages, first_steps):
-            chunk.begin(stage, self._runs(chunk, stage, extensions), first_step)
+        for state, stage, first_step in zip(self._states, stages, first_steps):
+            state.reset(stage, self._runs(state, stage, extensions), first_step)
 
     # Messages
 
     def recv_forward(self, chunk: int = 0) -> None:
         self._advance("recv_forward", chunk)
-        inputs = self._chunks[chunk].inputs
+        inputs = self._states[chunk].inputs
         if inputs is not None:
             inputs.post()
 
     def send_forward(self, chunk: int = 0) -> None:
         number = self._advance("send_forward", chunk)
-        this = self._chunks[chunk]
-        if this.outputs is not None:
-            this.outputs.send(number)
-        for receiver in this.receivers:
+        state = self._states[chunk]
+        if state.outputs is not None:
+            state.outputs.send(number)
+        for receiver in state.receivers:
             receiver.post_ahead()
 
     def recv_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
             self._advance("recv_backward", chunk)
-            output_grads = self._chunks[chunk].output_grads
+            output_grads = self._states[chunk].output_grads
             if output_grads is not None:
                 output_grads.post()
 
     def send_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
             number = self._advance("send_backward", chunk)
-            this = self._chunks[chunk]
-            if this.input_grads is not None:
-                this.input_grads.send(number)
-            if this.output_grads is not None:
-                this.output_grads.post_ahead()
+            state = self._states[chunk]
+            if state.input_grads is not None:
+                state.input_grads.send(number)
+            if state.output_grads is not None:
+                state.output_grads.post_ahead()
 
     # Computations
 
     def recompute_step(self, chunk: int = 0) -> None:
         if self._recomputed and self.num_backwards_left(chunk):
             number = self._counts["backward_step"][chunk]
-            action = self._chunks[chunk].actions[RECOMPUTE.name][number]
+            action = self._states[chunk].actions[RECOMPUTE.name][number]
             if (
                 action._replace(kind=FORWARD.name) in self._recomputed
                 and self._next_optional(RECOMPUTE.name, chunk) == number
             ):
                 self.run(RECOMPUTE.name, chunk)
 
-    def run(self, kind: str, chunk: int | None = 0, number: int | None = None) -> None:
-        row = KINDS[kind]
-        if self.forward_only and not row.is_forward:
+    def run(self, kind_name: str, chunk: int | None = 0, number: int | None = None) -> None:
+        kind = KINDS[kind_name]
+        if self.forward_only and not kind.is_forward:
             return
-        chunk, number = self._begin(kind, chunk, number)
-        this = self._chunks[chunk]
-        action = this.actions[kind][number]
+        chunk, number = self._next_action(kind_name, chunk, number)
+        state = self._states[chunk]
+        action = state.actions[kind_name][number]
         with self._monitor.at(action):
-            if not self._has_waited and kind in this.waiting:
+            if not self._has_waited and kind_name in state.waits_for_peer:
                 self._post_all()
-            unit = self._await(row, chunk, number, action)
+            unit = self._await(kind, chunk, number, action)
             if self._posted_ahead:
                 self._post_ahead(action)
-            if kind in this.may_wait and self._weights_per_window:
+            if kind_name in state.may_have_windows and self._weights_per_window:
                 with filling_windows(partial(self._fill_window, unit)):
-                    this.runs[kind](unit)
-                this.had_windows[kind] = this.had_windows.get(kind, False) or unit.has_windows
+                    state.runs[kind_name](unit)
+                state.had_windows[kind_name] = state.had_windows.get(kind_name, False) or unit.has_windows
             else:
-                this.runs[kind](unit)
-            self._end(row, chunk, number, unit)
+                state.runs[kind_name](unit)
+            self._store_result(kind, chunk, number, unit)
 
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
         (name, chunk), (other_name, other_chunk) = first, second
         kind, other = KINDS[name], KINDS[other_name]
         # A plan's order: what the first of a pair makes is sent first, which is the forward where they overlap.
         is_overlapped = (kind.message, other.message) == ("forward", "backward") and self.num_slices == 1
-        if is_overlapped and not self.forward_only and self._chunks[chunk].stage.can_overlap:
+        if is_overlapped and not self.forward_only and self._states[chunk].stage.can_overlap:
             self._overlap(kind, chunk, other, other_chunk)
             return
         self.run(name, chunk)
         if kind.is_forward or (kind.message is not None and not self.forward_only):
-            self._chunks[chunk].send(kind, self._counts[self._steps[name]][chunk] - 1)
+            self._states[chunk].send(kind, self._counts[self._verbs[name]][chunk] - 1)
         self.run(other_name, other_chunk)
 
     def finish(self) -> list[Any]:
         """Wait until everything sent has been taken. Returns what the loss function reported."""
         self._check_finished()
-        for chunk in self._chunks:
-            chunk.end()
+        for state in self._states:
+            state.end()
         self._monitor.drain()
         results, self._results, self._sync = self._results, [], None  # which hold the models
         return results
@@ -232,69 +235,69 @@ class Pipeline(Verbs):
 
     def _await(self, kind: Kind, chunk: int, number: int, action: Action) -> Unit:
         """The unit of an action, once its message is there."""
-        this = self._chunks[chunk]
+        state = self._states[chunk]
         if self._sync is not None:
             self._sync.before_action()
         if kind.is_forward:
             if self._sync is not None:
                 self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
-            this.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice)
-            if this.inputs is not None:
-                unit.received = this.inputs.take()
+            state.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice)
+            if state.inputs is not None:
+                unit.received = state.inputs.take()
                 what = f"the forward input of {self._in_words[action.microbatch, action.slice]}"
-                self._monitor.wait(unit.received, what, this.inputs.peer)
+                self._monitor.wait(unit.received, what, state.inputs.peer)
             return unit
-        unit = this.units[action.microbatch, action.slice]
-        if kind.message is not None and this.output_grads is not None:
+        unit = state.units[action.microbatch, action.slice]
+        if kind.message is not None and state.output_grads is not None:
             what = f"the output gradient of {self._in_words[action.microbatch, action.slice]}"
-            unit.output_grads = self._monitor.wait(this.output_grads.take(), what, this.output_grads.peer)
+            unit.output_grads = self._monitor.wait(state.output_grads.take(), what, state.output_grads.peer)
         return unit
 
     def _post_all(self) -> None:
         """The pipeline fills, so there is time."""
         self._has_waited = True
-        for chunk in self._chunks:
-            for receiver in chunk.receivers:
+        for state in self._states:
+            for receiver in state.receivers:
                 receiver.post_all()
 
     def _post_ahead(self, action: Action) -> None:
         """Before an action is launched whose message is there: post the receives of those behind it that may be."""
         for behind in self._posted_ahead.get(action, ()):
-            chunk = self._chunks[behind.stage // self.pp_size]
-            link = chunk.inputs if KINDS[behind.kind].is_forward else chunk.output_grads
+            state = self._states[behind.stage // self.pp_size]
+            link = state.inputs if KINDS[behind.kind].is_forward else state.output_grads
             if link is not None:
                 link.post_next()
 
-    def _end(self, kind: Kind, chunk: int, number: int, unit: Unit) -> None:
+    def _store_result(self, kind: Kind, chunk: int, number: int, unit: Unit) -> None:
         """After an action: what it has made is kept, and what is left of its weight gradients computed, behind the
         sending of the input gradients, for which a neighbour may wait."""
-        this = self._chunks[chunk]
-        if this.first_step is not None:
-            this.first_step.observe(unit)
+        state = self._states[chunk]
+        if state.first_step is not None:
+            state.first_step.observe(unit)
         if kind.is_forward:
             output, unit.output = unit.output, None
-            if this.outputs is not None:
+            if state.outputs is not None:
                 assert output is not None
                 for index, tensor in enumerate(output.tensors):
                     output.tensors[index] = unshared(tensor)  # which nothing else holds any longer
-                this.outputs.put(output)
+                state.outputs.put(output)
         elif kind.message is not None:
             grads, unit.input_grads = unit.input_grads, None
-            if this.input_grads is not None:
+            if state.input_grads is not None:
                 assert grads is not None
-                this.input_grads.put(grads)
+                state.input_grads.put(grads)
             self._pending_units[unit] = None
         if kind.completes_weights:
             if unit.deferred is not None:
-                this.send(kind, number)
-                this.runs[WEIGHTS.name](unit)
+                state.send(kind, number)
+                state.runs[WEIGHTS.name](unit)
             del self._pending_units[unit]
         if kind.completes_weights or self.forward_only:
-            del this.units[unit.microbatch, unit.slice]
+            del state.units[unit.microbatch, unit.slice]
 
     # What a kind of action runs
 
-    def _runs(self, chunk: Chunk, stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
+    def _runs(self, state: StageState, stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
         """What each kind of action of a chunk runs in this step."""
         runs = runs_of(stage, extensions)
         if self._checkpoint_arguments is not NO_ARGUMENTS:
@@ -303,7 +306,7 @@ class Pipeline(Verbs):
         if self._sync is not None:
             for name, kind in KINDS.items():
                 if kind.completes_weights:
-                    runs[name] = partial(self._completing, self._chunks.index(chunk), runs[name], kind)
+                    runs[name] = partial(self._completing, self._states.index(state), runs[name], kind)
         return runs
 
     def _completing(self, chunk: int, run: Run, kind: Kind, unit: Unit) -> None:
@@ -329,24 +332,24 @@ class Pipeline(Verbs):
 
     def _overlap(self, forward: Kind, forward_chunk: int, backward: Kind, backward_chunk: int) -> None:
         """Run a pair in segments. The output is sent as soon as it is there."""
-        forwards, backwards = self._chunks[forward_chunk], self._chunks[backward_chunk]
-        _, number = self._begin(forward.name, forward_chunk)
+        forwards, backwards = self._states[forward_chunk], self._states[backward_chunk]
+        _, number = self._next_action(forward.name, forward_chunk)
         action = forwards.actions[forward.name][number]
         with self._monitor.at(action):
             unit = self._await(forward, forward_chunk, number, action)
 
         def done() -> None:
-            self._end(forward, forward_chunk, number, unit)
+            self._store_result(forward, forward_chunk, number, unit)
             forwards.send(forward, number)
 
         begun = Forward(forwards.stage, unit, next(self._checkpoint_arguments), done)
-        _, of_backward = self._begin(backward.name, backward_chunk)
+        _, of_backward = self._next_action(backward.name, backward_chunk)
         other = backwards.actions[backward.name][of_backward]
         with self._monitor.at(other):
             in_flight = self._await(backward, backward_chunk, of_backward, other)
             self._post_ahead(other)
             run_pair(begun, backwards.stage, backwards.runs["B"], in_flight, self._fill_window)
-            self._end(backward, backward_chunk, of_backward, in_flight)
+            self._store_result(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)
 
 

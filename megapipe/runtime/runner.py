@@ -255,7 +255,7 @@ class Runner:
         if self._is_new:
             first_steps = make_first_steps(stages, call, self.found_shapes)
         for line in self._current.lines:
-            line.begin()
+            line.reset()
         transport = None if self._channels is None else self._channels.transport
         monitor = Monitor(self._session.watchdog, transport)
         for extension in extensions:

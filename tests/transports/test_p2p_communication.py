@@ -50,7 +50,7 @@ def connected(rank: int, pp_size: int) -> Channels:
 def receiving(channel: Channel, specs: list[MessageSpec], count: int = 1, lookahead: Lookahead = TWO) -> Receiver:
     """The end of a channel at which so many of these messages are expected."""
     receiver = Receiver(channel, 0, specs, count, lookahead)
-    receiver.begin()
+    receiver.reset()
     return receiver
 
 
@@ -324,8 +324,8 @@ def most_received_early(plan: Plan) -> int:
             for name in set(names) if receiver == rank else ():
                 inboxes[name] = Receiver(NoChannel(), 0, [SINGLE], names.count(name), Lookahead(0), line=line)
                 line.add(inboxes[name], name)
-                inboxes[name].begin()
-            line.begin()
+                inboxes[name].reset()
+            line.reset()
         for event in plan.messages(rank):
             if not event.sends:
                 forward, backward = ChannelName("forward", event.stage - 1), ChannelName("backward", event.stage)
