@@ -84,7 +84,7 @@ class Channel(ABC):
 class Lookahead(NamedTuple):
     """How many receives of a link are posted before they are asked for."""
 
-    messages: int
+    num_receives: int
     """How many are posted at any time."""
     idle_bytes: int = 0
     """While the rank waits: receives of messages up to this size together, in bytes."""
@@ -113,21 +113,21 @@ class Link:
     def send(self, number: int) -> None:
         """Send the message of this number, unless that has been done, or others are to be sent before it."""
 
-    def post(self) -> None:
+    def request(self) -> None:
         """Ask for the next message: its receive is posted by now, where the transport needs no order. No other is
         posted in its place: the rank is about to compute, and others wait for the result."""
 
-    def take(self) -> Transfer:
+    def pop(self) -> Transfer:
         """The oldest message asked for. It may not have arrived."""
         raise AssertionError("no message arrives at this end")
 
-    def post_ahead(self) -> None:
+    def post_lookahead(self) -> None:
         """Post receives of the next messages. Called after a send: that is, when no rank waits for this one."""
 
-    def post_all(self) -> None:
+    def post_while_idle(self) -> None:
         """Post as many as may be. Called when this rank waits for others."""
 
-    def post_next(self) -> None:
+    def post_early(self) -> None:
         """Post the receive of the next message, if that has to be posted for it to travel. Called before the action in
         front of that which takes it."""
 
@@ -145,7 +145,7 @@ class LocalLink(Link):
     def put(self, message: Transfer) -> None:
         self._messages.append(message)
 
-    def take(self) -> Transfer:
+    def pop(self) -> Transfer:
         assert self._messages, "a message is taken before it was made, on the same rank"
         return self._messages.popleft()
 
@@ -182,7 +182,7 @@ class Receiver(Link):
         self._is_eager = self._sizes_are_known and line is None
         self._expected: deque[MessageSpec] = deque()
         self._posted: deque[Transfer] = deque()
-        self._num_asked = 0  # and not taken yet
+        self._num_requested = 0  # and not popped yet
 
     def reset(self) -> None:
         self._expected.extend([*self._specs] * self._count)
@@ -195,47 +195,47 @@ class Receiver(Link):
         """One more such message will come, after those expected already."""
         self._expected.append(spec)
 
-    def post(self) -> None:
-        self._num_asked += 1
+    def request(self) -> None:
+        self._num_requested += 1
         if self._headers is not None and not self._headers._posted and self._line is None:
             self._headers._post()
-        if self._is_eager and len(self._posted) < self._num_asked:
+        if self._is_eager and len(self._posted) < self._num_requested:
             self._post()
 
-    def take(self) -> Transfer:
-        self._num_asked -= 1
+    def pop(self) -> Transfer:
+        self._num_requested -= 1
         return self._posted.popleft() if self._is_eager and self._headers is None else _Arriving(self)
 
-    def post_ahead(self) -> None:
+    def post_lookahead(self) -> None:
         if self._headers is not None:
-            self._headers.post_ahead()
+            self._headers.post_lookahead()
         if self._is_eager:
-            while self._expected and len(self._posted) - self._num_asked < self._lookahead.messages:
+            while self._expected and len(self._posted) - self._num_requested < self._lookahead.num_receives:
                 self._posted.append(self._channel.receive(self._expected.popleft()))
 
-    def post_all(self) -> None:
+    def post_while_idle(self) -> None:
         if self._headers is not None:
-            self._headers.post_all()
+            self._headers.post_while_idle()
         if not self._is_eager:
             return
         room = self._lookahead.idle_bytes
         for number, posted in enumerate(self._posted):
-            room -= posted.spec.nbytes if posted.spec and number >= self._num_asked else 0
+            room -= posted.spec.nbytes if posted.spec and number >= self._num_requested else 0
         while self._expected:
             size = self._expected[0].nbytes
-            if room < size and len(self._posted) - self._num_asked >= self._lookahead.messages:
+            if room < size and len(self._posted) - self._num_requested >= self._lookahead.num_receives:
                 break
             self._posted.append(self._channel.receive(self._expected.popleft()))
             room -= size
 
-    def post_next(self) -> None:
+    def post_early(self) -> None:
         if self._is_large() and not self._posted:
             assert self._line is not None
             self._line.post_until(self)
 
     def is_empty(self) -> bool:
         has_headers = self._headers is not None and not self._headers.is_empty()
-        return not (self._posted or self._expected or self._num_asked or has_headers)
+        return not (self._posted or self._expected or self._num_requested or has_headers)
 
     def next_message(self) -> tuple[MessageSpec | None, Transfer]:
         """The oldest message, which is posted by now, and what it is."""

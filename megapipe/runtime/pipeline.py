@@ -72,7 +72,7 @@ class StageState:
         for link in self.links:
             link.reset()
         if self.inputs is not None:
-            self.inputs.post_ahead()
+            self.inputs.post_lookahead()
 
     def end(self) -> None:
         """The step has succeeded. No model is held until the next one."""
@@ -150,7 +150,7 @@ class Pipeline(Verbs):
         self._advance("recv_forward", chunk)
         inputs = self._states[chunk].inputs
         if inputs is not None:
-            inputs.post()
+            inputs.request()
 
     def send_forward(self, chunk: int = 0) -> None:
         number = self._advance("send_forward", chunk)
@@ -158,14 +158,14 @@ class Pipeline(Verbs):
         if state.outputs is not None:
             state.outputs.send(number)
         for receiver in state.receivers:
-            receiver.post_ahead()
+            receiver.post_lookahead()
 
     def recv_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
             self._advance("recv_backward", chunk)
             output_grads = self._states[chunk].output_grads
             if output_grads is not None:
-                output_grads.post()
+                output_grads.request()
 
     def send_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
@@ -174,7 +174,7 @@ class Pipeline(Verbs):
             if state.input_grads is not None:
                 state.input_grads.send(number)
             if state.output_grads is not None:
-                state.output_grads.post_ahead()
+                state.output_grads.post_lookahead()
 
     # Computations
 
@@ -197,10 +197,10 @@ class Pipeline(Verbs):
         action = state.actions[kind_name][number]
         with self._monitor.at(action):
             if not self._has_waited and kind_name in state.waits_for_peer:
-                self._post_all()
+                self._post_while_idle()
             unit = self._await(kind, chunk, number, action)
             if self._posted_ahead:
-                self._post_ahead(action)
+                self._post_large_receives(action)
             if kind_name in state.may_have_windows and self._weights_per_window:
                 with filling_windows(partial(self._fill_window, unit)):
                     state.runs[kind_name](unit)
@@ -243,30 +243,30 @@ class Pipeline(Verbs):
                 self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
             state.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice)
             if state.inputs is not None:
-                unit.received = state.inputs.take()
+                unit.received = state.inputs.pop()
                 what = f"the forward input of {self._in_words[action.microbatch, action.slice]}"
                 self._monitor.wait(unit.received, what, state.inputs.peer)
             return unit
         unit = state.units[action.microbatch, action.slice]
         if kind.message is not None and state.output_grads is not None:
             what = f"the output gradient of {self._in_words[action.microbatch, action.slice]}"
-            unit.output_grads = self._monitor.wait(state.output_grads.take(), what, state.output_grads.peer)
+            unit.output_grads = self._monitor.wait(state.output_grads.pop(), what, state.output_grads.peer)
         return unit
 
-    def _post_all(self) -> None:
+    def _post_while_idle(self) -> None:
         """The pipeline fills, so there is time."""
         self._has_waited = True
         for state in self._states:
             for receiver in state.receivers:
-                receiver.post_all()
+                receiver.post_while_idle()
 
-    def _post_ahead(self, action: Action) -> None:
+    def _post_large_receives(self, action: Action) -> None:
         """Before an action is launched whose message is there: post the receives of those behind it that may be."""
         for behind in self._posted_ahead.get(action, ()):
             state = self._states[behind.stage // self.pp_size]
             link = state.inputs if KINDS[behind.kind].is_forward else state.output_grads
             if link is not None:
-                link.post_next()
+                link.post_early()
 
     def _store_result(self, kind: Kind, chunk: int, number: int, unit: Unit) -> None:
         """After an action: what it has made is kept, and what is left of its weight gradients computed, behind the
@@ -347,7 +347,7 @@ class Pipeline(Verbs):
         other = backwards.actions[backward.name][of_backward]
         with self._monitor.at(other):
             in_flight = self._await(backward, backward_chunk, of_backward, other)
-            self._post_ahead(other)
+            self._post_large_receives(other)
             run_pair(begun, backwards.stage, backwards.runs["B"], in_flight, self._fill_window)
             self._store_result(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)

@@ -295,7 +295,7 @@ class Runner:
     def _posted_ahead(
         self, channels: Channels | None, lookahead: Lookahead, forward_only: bool
     ) -> Mapping[Action, Sequence[Action]]:
-        if channels is None or not channels.transport.matches_by_order or not lookahead.messages:
+        if channels is None or not channels.transport.matches_by_order or not lookahead.num_receives:
             return {}
         specs = [spec for around in self.specs for side in around for spec in side or ()]
         if all(spec.nbytes <= channels.transport.buffered_bytes for spec in specs):

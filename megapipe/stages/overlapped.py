@@ -39,17 +39,17 @@ def run_pair(forward: Forward, backward: Stage, run_backward: Run, unit: Unit, f
     """
     stage = forward.stage
     with filling_windows(lambda: fill(forward.unit)):
-        output, loss_func = stage.begin(forward.unit, *forward.extra)
+        output, loss_func = stage.start_forward(forward.unit, *forward.extra)
 
-    def end() -> None:
+    def finish() -> None:
         nonlocal output
         returned, output = output, None
-        stage.end(forward.unit, returned, loss_func)
+        stage.finish_forward(forward.unit, returned, loss_func)
         del returned
         forward.done()
 
     if not isinstance(output, Segments):
-        end()
+        finish()
 
     def advance() -> None:
         if output is None:
@@ -58,7 +58,7 @@ def run_pair(forward: Forward, backward: Stage, run_backward: Run, unit: Unit, f
         stage.show(forward.unit)
         if not output.advance():
             with torch.enable_grad():  # this may be inside of the backward
-                end()
+                finish()
         if stage is backward and unit.received is not None:
             stage.show(unit)
 

@@ -101,7 +101,7 @@ class Stage:
         except EXPLAINED as error:
             self._explain(error, unit)
             raise
-        self.end(unit, *self._checked(returned))
+        self.finish_forward(unit, *self._checked(returned))
 
     def R(self, unit: Unit) -> None:
         """Nothing, unless an option says otherwise: F has kept all."""
@@ -164,8 +164,8 @@ class Stage:
 
     # Forward
 
-    def begin(self, unit: Unit, *extra: bool) -> tuple[Any, Any]:
-        """The first part of F, as far as `Segments` go by themselves. Returns what `end` takes."""
+    def start_forward(self, unit: Unit, *extra: bool) -> tuple[Any, Any]:
+        """The first part of F, as far as `Segments` go by themselves. Returns what `finish_forward` takes."""
         self._take_input(unit)
         try:
             returned = self.forward_step_func(self._data_iterator, self.module, *extra)
@@ -204,11 +204,11 @@ class Stage:
         for around in self._around:
             around.before(unit.microbatch)
 
-    def end(self, unit: Unit, output: Any, loss_func: Any) -> None:
+    def finish_forward(self, unit: Unit, output: Any, loss_func: Any) -> None:
         """Run the remaining segments, and on the last stage the loss function. Keep what they make.
 
         Args:
-            output, loss_func: returned by `begin`.
+            output, loss_func: returned by `start_forward`.
         """
         if isinstance(output, Segments):
             segments = output

@@ -55,8 +55,8 @@ def receiving(channel: Channel, specs: list[MessageSpec], count: int = 1, lookah
 
 
 def taken(receiver: Receiver) -> list[Tensor]:
-    receiver.post()
-    return receiver.take().wait()
+    receiver.request()
+    return receiver.pop().wait()
 
 
 def after_the_abort() -> None:
@@ -101,13 +101,13 @@ def receives_ahead(rank: int, channels: Channels) -> None:
                 channel.send([torch.full((4,), float(i))])
             continue
         inbox = receiving(channel, [FOUR], 5, Lookahead(lookahead))
-        inbox.post_ahead()
+        inbox.post_lookahead()
         for i in range(5):
             assert len(inbox._posted) == min(lookahead, 5 - i)
             (tensor,) = taken(inbox)
             assert torch.equal(tensor, torch.full((4,), float(i)))
             assert len(inbox._posted) == max(min(lookahead, 5 - i) - 1, 0)  # whoever takes one is about to use it
-            inbox.post_ahead()
+            inbox.post_lookahead()
 
 
 def more_receives_where_a_rank_is_idle(rank: int, channels: Channels) -> None:
@@ -116,9 +116,9 @@ def more_receives_where_a_rank_is_idle(rank: int, channels: Channels) -> None:
             channels.channel("forward", 0).send([torch.full((4,), float(i))])
         return
     inbox = receiving(channels.channel("forward", 0), [FOUR], 8, Lookahead(2, idle_bytes=5 * FOUR.nbytes))
-    inbox.post_ahead()
+    inbox.post_lookahead()
     assert len(inbox._posted) == 2
-    inbox.post_all()
+    inbox.post_while_idle()
     assert len(inbox._posted) == 5
     assert [taken(inbox)[0][0].item() for _ in range(8)] == list(range(8))
     assert inbox.is_empty()
