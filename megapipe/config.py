@@ -342,13 +342,13 @@ class Option(NamedTuple):
 
 OPTIONS = (
     Option("megapipe.options.fully_shard:FullyShard", module="torch.distributed.fsdp"),
-    Option("megapipe.options.around:Autocast", "enable_autocast"),
+    Option("megapipe.options.autocast:Autocast", "enable_autocast"),
     Option("megapipe.options.activations:Recompute", "recompute", kind="R"),
     Option("megapipe.options.activations:Offloading", "offload_activations", kind="O"),
     Option("megapipe.options.post_validation:PostValidation", "post_validated_optimizer"),
     Option("megapipe.options.slicing:Slices", "num_sequence_slices"),
-    Option("megapipe.options.around:Timers", "timers"),
-    Option("megapipe.options.around:Timeline", "record_timeline"),
+    Option("megapipe.options.timers:Timers", "timers"),
+    Option("megapipe.options.timers:Timeline", "record_timeline"),
 )
 """The options, in the order in which they are composed, the last one outermost."""
 

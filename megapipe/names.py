@@ -54,7 +54,7 @@ NAMES: dict[str, dict[str, str]] = {
         "side_effects": "setting_no_random_state",
         "split": "SplitBackward WeightGradient split_di_dw",
     },
-    "megapipe.options": {"activations": "Recompute", "around": "Autocast"},
+    "megapipe.options": {"activations": "Recompute", "autocast": "Autocast"},
     "megapipe.overlap": {
         "collectives": "Pending start_all_gather start_all_reduce start_all_to_all start_reduce_scatter",
         "segments": "Segments find_forward_segments in_segments run_segments",
@@ -63,6 +63,7 @@ NAMES: dict[str, dict[str, str]] = {
     "megapipe.plan": {
         "files": "load_plan load_stage_bytes parse_json read_text",
         "finding": "AnySchedule find_schedule",
+        "gathering": "gathered_chunks",
         "kinds": "FORWARD KINDS LOAD OFFLOAD RECOMPUTE WEIGHTS Kind",
         "making": "make_plan",
         "measured": "RankStep Wait",
@@ -73,7 +74,6 @@ NAMES: dict[str, dict[str, str]] = {
         "planned": "loops_of",
         "recorder": "ChannelName Event record",
         "registry": "ELSEWHERE Schedule nearest register schedule_names",
-        "residency": "gathered_chunks",
         "simulation": "Costs Simulation Span play simulate",
         "verbs": "Action ScheduleError Settings Verbs actions_of unit_in_words",
         "weight_placement": "place_weights",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from .facts import PlanFacts
 from .kinds import KINDS, kind_of
+from .plan_facts import PlanFacts
 from .program import run
 from .recorder import ChannelName, PlanRecorder
 from .verbs import ScheduleError, unit_in_words, unit_name

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from .facts import PlanFacts
+from .gathering import gathered_chunks
 from .kinds import KINDS, Kind
-from .residency import gathered_chunks
+from .plan_facts import PlanFacts
 from .verbs import Action
 
 PerStage = float | Sequence[float]

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from .facts import PlanFacts
 from .kinds import KINDS, TORCHS_LETTERS, overlapped
 from .placement import Placement, loop, v_shape
+from .plan_facts import PlanFacts
 from .recorder import Event
 from .verbs import Action
 
@@ -36,7 +36,7 @@ class Plan(PlanFacts):
         """Per rank and action, the actions behind it whose receives may be posted before it is launched, when its own
         messages have come: those of the next action or overlapped pair. Transports choose (`config.p2p_lookahead`).
         A host that waits for its device in the middle of any action does not make ranks wait for ever by it."""
-        from .posting import posted_ahead
+        from .early_receives import posted_ahead
 
         return [
             {row[at]: [row[one] for one in others] for at, others in of_rank.items()}

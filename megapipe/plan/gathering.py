@@ -6,8 +6,8 @@ and what is sharded again is used latest: no other choice gathers less often.
 
 from __future__ import annotations
 
-from .facts import PlanFacts
 from .kinds import KINDS
+from .plan_facts import PlanFacts
 
 
 def gathered_chunks(plan: PlanFacts, rank: int, most: int | None = None) -> list[tuple[int, ...]]:

@@ -1,28 +1,17 @@
-"""What goes around a step and changes no action of it: `config.enable_autocast`; `config.timers`, Megatron's; and
-`config.record_timeline`, when each action and each wait began and ended."""
+"""Options that measure a step: `config.timers` (Megatron's) and `config.record_timeline`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..p2p_communication import Transfer
 from ..plan import Action, Kind
 from ..stages import Call, Extension, Run, Stage, Unit
 from ..timing import StepRecord
-
-
-class Autocast(Extension):
-    """Forwards under torch.autocast, around the caller's forward_step_func."""
-
-    def forward_step(self, stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
-        dtype = self.config.autocast_dtype or self.config.pipeline_dtype
-        run: Callable[..., Any] = torch.autocast(stage.device.type, dtype=dtype)(function)
-        return run
 
 
 class Timers(Extension):
