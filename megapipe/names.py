@@ -92,13 +92,13 @@ NAMES: dict[str, dict[str, str]] = {
     "megapipe.stages": {
         "call": "Call",
         "delayed": "find_delayed",
-        "extension": "Extension Run",
+        "extension": "ActionFunction Extension",
         "loss": "Loss call_loss_func divide_loss",
         "notices": "NoGradientWarning TrainingWarning UnsplitBackwardWarning warn",
         "overlapped": "Forward run_pair",
         "pipeline_stage": "PipelineStage as_sent",
         "stage": "Stage",
-        "unit": "Unit edge_of",
+        "unit": "UnitState edge_of",
     },
     "megapipe.timing": {
         "records": "Clock CudaEvents HostClock StepRecord clock_of",

@@ -18,7 +18,7 @@ from ..options import Autocast, Recompute
 from ..p2p_communication import Transfer
 from ..plan import Action, StageBytes, StageInfo
 from ..runtime import runs_of
-from ..stages import Call, Extension, Run, Stage, Unit
+from ..stages import ActionFunction, Call, Extension, Stage, UnitState
 from ..structure import structure_of
 from ..timing import LiveStorages
 
@@ -133,7 +133,7 @@ def _extensions(call: Call, info: StageInfo, is_recomputed: bool) -> list[Extens
 
 
 def _run(
-    runs: Mapping[str, Run], received: MessageSpec | None, storages: LiveStorages, call: Call, is_split: bool
+    runs: Mapping[str, ActionFunction], received: MessageSpec | None, storages: LiveStorages, call: Call, is_split: bool
 ) -> tuple[dict[str, float], MessageSpec | None]:
     """One microbatch. What was there before it, such as reported losses, does not count."""
     device = call.device
@@ -149,7 +149,7 @@ def _run(
     found: dict[str, float] = {}
     before = storages.held
     storages.restart()
-    unit = Unit(0)
+    unit = UnitState(0)
     unit.received = None if received is None else Transfer(received, message(received))
     runs["F"](unit)
     output = None if unit.output is None else unit.output.spec

@@ -12,7 +12,7 @@ from torch import nn
 from ..activations import Offload, recomputing, regions_of, storages_of
 from ..chunks import tensors_of
 from ..plan import FORWARD, LOAD, OFFLOAD, RECOMPUTE, Action, Kind, StageInfo
-from ..stages import Call, Extension, Run, Stage, Unit
+from ..stages import ActionFunction, Call, Extension, Stage, UnitState
 from ..structure import Structure, plain_values
 
 
@@ -32,11 +32,11 @@ class Compared(Extension):
         self._like: dict[StageInfo, Any] = {}
         return not call.forward_only
 
-    def is_of(self, stage: Stage, unit: Unit) -> bool:
+    def is_of(self, stage: Stage, unit: UnitState) -> bool:
         """Whether the unit's F is one of these."""
         return Action(stage.info.index, FORWARD.name, unit.microbatch, unit.slice) in self._forwards
 
-    def is_compared(self, stage: Stage, unit: Unit) -> bool:
+    def is_compared(self, stage: Stage, unit: UnitState) -> bool:
         info = stage.info
         if info not in self._like and self.compares:
             values = [item for module in stage.module.modules() for item in plain_values(module).items()]
@@ -78,8 +78,8 @@ class Recompute(Compared):
 
         return run
 
-    def kinds(self, stage: Stage) -> Mapping[str, Run]:
-        def replay(unit: Unit) -> None:
+    def kinds(self, stage: Stage) -> Mapping[str, ActionFunction]:
+        def replay(unit: UnitState) -> None:
             if unit.received is not None:
                 stage.show(unit)
             for call in unit.kept_by.get(Recompute, ()):
@@ -98,11 +98,11 @@ class Offloading(Compared):
         self._storages: dict[StageInfo, set[int]] = {}
         return bool(self._forwards)
 
-    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+    def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
         if kind is not FORWARD:
             return run
 
-        def forward(unit: Unit, *extra: bool) -> None:
+        def forward(unit: UnitState, *extra: bool) -> None:
             if not self.is_of(stage, unit):
                 run(unit, *extra)
                 return
@@ -115,13 +115,13 @@ class Offloading(Compared):
 
         return forward
 
-    def kinds(self, stage: Stage) -> Mapping[str, Run]:
+    def kinds(self, stage: Stage) -> Mapping[str, ActionFunction]:
         return {
             OFFLOAD.name: lambda unit: unit.kept_by[Offloading].free(),
             LOAD.name: lambda unit: unit.kept_by[Offloading].load(),
         }
 
-    def _begin(self, stage: Stage, unit: Unit) -> Offload:
+    def _begin(self, stage: Stage, unit: UnitState) -> Offload:
         if stage.info not in self._storages:  # those of parameters and buffers, which stay where they are
             self._storages[stage.info] = storages_of(tensors_of(stage.module))
         received = [] if unit.received is None else unit.received.tensors

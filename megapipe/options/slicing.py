@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..plan import RECOMPUTE, Kind
 from ..slices import CarriedState, SequenceSlice
-from ..stages import Call, Extension, Loss, Run, Stage, Unit, call_loss_func, divide_loss
+from ..stages import ActionFunction, Call, Extension, Loss, Stage, UnitState, call_loss_func, divide_loss
 
 
 class Slices(Extension):
@@ -30,11 +30,11 @@ class Slices(Extension):
         self._slices = call.slices
         return True
 
-    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+    def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
         if kind is not RECOMPUTE:
             return run
 
-        def replay(unit: Unit) -> None:
+        def replay(unit: UnitState) -> None:
             with unit.kept_by[SlicedStage].state.again(self._slices[unit.slice]):
                 run(unit)
 
@@ -85,7 +85,7 @@ class SlicedStage(Stage):
         if self._items is not None:
             self._data_iterator = self._items
 
-    def F(self, unit: Unit, *extra: bool) -> None:
+    def F(self, unit: UnitState, *extra: bool) -> None:
         this = self._call.slices[unit.slice]
         if this.index == 0:
             self._microbatch = Microbatch(needs_grad=not self._call.forward_only)
@@ -103,11 +103,11 @@ class SlicedStage(Stage):
         if this.index == this.num_slices - 1:
             self._microbatch = Microbatch(needs_grad=False)  # what the slices kept now lives as long as they do
 
-    def BW(self, unit: Unit) -> None:
+    def BW(self, unit: UnitState) -> None:
         with unit.kept_by[SlicedStage].state.backward(self._call.slices[unit.slice]):
             super().BW(unit)
 
-    def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
+    def roots(self, unit: UnitState) -> list[tuple[GradientEdge, Tensor]]:
         """Also those that later slices have given gradients to."""
         num_tokens = unit.kept_by[SlicedStage].num_tokens
         if self._is_last and unit.output_grads and num_tokens is not None:
@@ -116,7 +116,7 @@ class SlicedStage(Stage):
         roots: list[tuple[GradientEdge, Tensor]] = unit.kept_by[SlicedStage].state.roots(unit.slice)
         return super().roots(unit) + roots
 
-    def compute_loss(self, unit: Unit, output: Any, loss_func: Any) -> Loss | None:
+    def compute_loss(self, unit: UnitState, output: Any, loss_func: Any) -> Loss | None:
         """The slice's part. Tokens that divide the loss are those of all slices, so that is left to the backward."""
         called = call_loss_func(self._call, output, loss_func)
         self._add_report(unit, are_outputs=loss_func is None or self._call.collect_non_loss_data)
@@ -129,7 +129,7 @@ class SlicedStage(Stage):
             return Loss(loss / self._call.num_microbatches, 1.0)  # whose gradient is divided by tokens first
         return divide_loss(self._call, loss, num_tokens)
 
-    def _add_report(self, unit: Unit, are_outputs: bool) -> None:
+    def _add_report(self, unit: UnitState, are_outputs: bool) -> None:
         """Make one report of those of a microbatch's slices; of outputs, a list."""
         results = self._call.results
         if are_outputs:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..p2p_communication import Transfer
 from ..plan import Action, Kind
-from ..stages import Call, Extension, Run, Stage, Unit
+from ..stages import ActionFunction, Call, Extension, Stage, UnitState
 from ..timing import StepRecord
 
 
@@ -20,10 +20,10 @@ class Timers(Extension):
     def begin(self, call: Call) -> AbstractContextManager[Any]:
         return self._timed("forward-backward", 1, barrier=self.config.barrier_with_L1_time)
 
-    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+    def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
         name = "forward-compute" if kind.is_forward else "backward-compute"
 
-        def timed(unit: Unit, *extra: bool) -> None:
+        def timed(unit: UnitState, *extra: bool) -> None:
             with self._timed(name, 2):
                 run(unit, *extra)
 

@@ -17,9 +17,9 @@ class Kind:
         label: its name in words.
         colours: of even and odd chunks.
         costs: the fields of `Costs` whose times it takes.
-        message: the direction, "forward" or "backward", of the message that it waits for and of the one that it makes;
-            None for an action that needs no message.
-        after: without a message, the kind whose units it takes, in the order in which they go backward.
+        direction: of the message that it waits for and of the one that it makes: "forward" or "backward"; None for an
+            action without messages.
+        after: without messages, the kind whose units it takes, in the order in which they go backward.
         is_optional: a unit may go backward without it. Behind that it is too late.
         takes_over: the kind whose `held` counts from this action on, for the units that have both: what that would have
             held, this one makes.
@@ -28,7 +28,7 @@ class Kind:
         keeps: the fields of `StageBytes` that a unit holds from its end on, in place of what it held before; "input"
             for what was received.
         needs: the field of what it needs besides, while it runs.
-        is_forward: whether its message is a forward one.
+        is_forward: whether its direction is "forward".
         completes_weights: whether a chunk's last one completes the gradients of its weights.
     """
 
@@ -37,7 +37,7 @@ class Kind:
     label: str
     colours: tuple[str, str]
     costs: tuple[str, ...]
-    message: str | None = None
+    direction: str | None = None
     after: str | None = None
     in_flight: int = 0
     held: int = 0
@@ -50,7 +50,7 @@ class Kind:
     completes_weights: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "is_forward", self.message == "forward")
+        object.__setattr__(self, "is_forward", self.direction == "forward")
         object.__setattr__(self, "completes_weights", _WEIGHTS in self.costs)
 
 

@@ -169,7 +169,7 @@ def _events_of(row: Sequence[Action], pairs: Sequence[int]) -> list[Event]:
         unit, kind = (action.stage, action.microbatch, action.slice), KINDS[action.kind]
         is_second = at - 1 in pairs
         verb = overlapped(kind) if is_second or at in pairs else kind.verb
-        messages = [Event(f"{way}_{kind.message}", *unit) for way in ("recv", "send") if kind.message is not None]
+        messages = [Event(f"{way}_{kind.direction}", *unit) for way in ("recv", "send") if kind.direction is not None]
         # Only sends come between the two halves of a pair.
         before = len(events) - 2 * is_second
         events[before:before] = messages[:1]

@@ -69,7 +69,7 @@ class Event(NamedTuple):
 def _message_of(verb: str) -> tuple[str, int]:
     """The kind of the message that a verb sends, takes or needs, and its boundary, from that above the verb's stage."""
     computed = kind_of(verb)
-    kind = verb.partition("_")[2] if computed is None else computed.message
+    kind = verb.partition("_")[2] if computed is None else computed.direction
     assert kind is not None, f"{verb} needs no message"
     return kind, -1 if (kind == "forward") != verb.startswith("send") else 0
 
@@ -126,7 +126,7 @@ class PlanRecorder(Verbs):
     def _run(self, kind: Kind, verb: str, chunk: int | None, number: int | None = None) -> None:
         if self.forward_only and not kind.is_forward:
             return
-        if chunk is not None or kind.message is not None:
+        if chunk is not None or kind.direction is not None:
             self._check_chunk(kind.verb, chunk)
         chunk, number = self._next_action(kind.name, chunk, number)
         self._move(kind, chunk, number)

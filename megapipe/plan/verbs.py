@@ -161,7 +161,7 @@ class Verbs(ABC):
         self._followers = {name: [kind.name for kind in needed if kind.after == name] for name in KINDS}
         self._passed = {kind.name: [0] * num_chunks for kind in optional}
         """Units of each chunk, in the order of its backwards, that an optional kind has taken or left out."""
-        self._verbs = {kind.name: f"{kind.message}_step" for kind in KINDS.values() if kind.message is not None}
+        self._verbs = {kind.name: f"{kind.direction}_step" for kind in KINDS.values() if kind.direction is not None}
 
     def reset(self) -> None:
         """Count from nought, for another step."""
@@ -286,7 +286,7 @@ class Verbs(ABC):
         """Count the next action of a kind. Returns its chunk, and its number among those of its kind's order: that of
         forwards or, for all others, that of backwards."""
         kind = KINDS[kind_name]
-        if kind.message is None:
+        if kind.direction is None:
             chunk, number = self._take_pending(kind, chunk, number)
         else:
             assert chunk is not None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..chunks import named_parameters
-from ..stages import Call, NoGradientWarning, Stage, Unit, UnsplitBackwardWarning, warn
+from ..stages import Call, NoGradientWarning, Stage, UnitState, UnsplitBackwardWarning, warn
 from .found_shapes import FoundShapes, SeenMessages, SeenSpecs
 from .plans import PlanKey
 from .session import Alone, Session
@@ -84,7 +84,7 @@ class FirstStep:
         self._has_run_backward = False
         self._has_deferred = False
 
-    def observe(self, unit: Unit) -> None:
+    def observe(self, unit: UnitState) -> None:
         """Called after each action of the stage, before its result is taken from the unit."""
         if unit.received is not None and unit.received.spec is not None:
             self.seen.received.add(unit.received.spec, unit.slice)

@@ -17,7 +17,7 @@ from ..messages import unshared
 from ..overlap import filling_windows
 from ..p2p_communication import Link
 from ..plan import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Action, Kind, Verbs, actions_of, unit_in_words
-from ..stages import Call, Extension, Forward, Run, Stage, Unit, run_pair
+from ..stages import ActionFunction, Call, Extension, Forward, Stage, UnitState, run_pair
 from .first_step import FirstStep
 from .grad_sync import GradientSync
 from .monitor import Monitor
@@ -42,7 +42,7 @@ class StageState:
     """
 
     stage: Stage
-    runs: dict[str, Run]
+    runs: dict[str, ActionFunction]
     """What each kind of action runs, for a unit."""
     first_step: FirstStep | None
     """Looks at what the stage does; None where nothing does."""
@@ -55,16 +55,16 @@ class StageState:
         self.waits_for_peer = {
             name
             for name, kind in KINDS.items()
-            if kind.message is not None and (self.inputs if kind.is_forward else self.output_grads) in self.receivers
+            if kind.direction is not None and (self.inputs if kind.is_forward else self.output_grads) in self.receivers
         }
         """Kinds of action that wait for another rank."""
-        self.may_have_windows = {name for name, kind in KINDS.items() if kind.message is not None}
+        self.may_have_windows = {name for name, kind in KINDS.items() if kind.direction is not None}
         """Kinds of action that may have overlap windows: all, but those that had none in an earlier step."""
         self.had_windows: dict[str, bool] = {}
-        self.units: dict[tuple[int, int], Unit] = {}
+        self.units: dict[tuple[int, int], UnitState] = {}
         """Units in flight, by microbatch and slice."""
 
-    def reset(self, stage: Stage, runs: dict[str, Run], first_step: FirstStep | None) -> None:
+    def reset(self, stage: Stage, runs: dict[str, ActionFunction], first_step: FirstStep | None) -> None:
         """A step begins."""
         self.stage, self.runs, self.first_step = stage, runs, first_step
         self.had_windows.clear()
@@ -121,7 +121,7 @@ class Pipeline(Verbs):
         self._recomputed = frozenset() if forward_only else key.recomputed(pp_rank)
         units = itertools.product(range(self.num_microbatches), range(self.num_slices))
         self._in_words = {unit: unit_in_words(*unit, self.num_slices) for unit in units}
-        self._pending_units: dict[Unit, None] = {}
+        self._pending_units: dict[UnitState, None] = {}
         """Whose W is still to come, in the order of their Bs."""
 
     def begin_step(
@@ -213,12 +213,12 @@ class Pipeline(Verbs):
         (name, chunk), (other_name, other_chunk) = first, second
         kind, other = KINDS[name], KINDS[other_name]
         # A plan's order: what the first of a pair makes is sent first, which is the forward where they overlap.
-        is_overlapped = (kind.message, other.message) == ("forward", "backward") and self.num_slices == 1
+        is_overlapped = (kind.direction, other.direction) == ("forward", "backward") and self.num_slices == 1
         if is_overlapped and not self.forward_only and self._states[chunk].stage.can_overlap:
             self._overlap(kind, chunk, other, other_chunk)
             return
         self.run(name, chunk)
-        if kind.is_forward or (kind.message is not None and not self.forward_only):
+        if kind.is_forward or (kind.direction is not None and not self.forward_only):
             self._states[chunk].send(kind, self._counts[self._verbs[name]][chunk] - 1)
         self.run(other_name, other_chunk)
 
@@ -233,7 +233,7 @@ class Pipeline(Verbs):
 
     # What they have in common
 
-    def _await(self, kind: Kind, chunk: int, number: int, action: Action) -> Unit:
+    def _await(self, kind: Kind, chunk: int, number: int, action: Action) -> UnitState:
         """The unit of an action, once its message is there."""
         state = self._states[chunk]
         if self._sync is not None:
@@ -241,14 +241,14 @@ class Pipeline(Verbs):
         if kind.is_forward:
             if self._sync is not None:
                 self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
-            state.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice)
+            state.units[action.microbatch, action.slice] = unit = UnitState(action.microbatch, action.slice)
             if state.inputs is not None:
                 unit.received = state.inputs.pop()
                 what = f"the forward input of {self._in_words[action.microbatch, action.slice]}"
                 self._monitor.wait(unit.received, what, state.inputs.peer)
             return unit
         unit = state.units[action.microbatch, action.slice]
-        if kind.message is not None and state.output_grads is not None:
+        if kind.direction is not None and state.output_grads is not None:
             what = f"the output gradient of {self._in_words[action.microbatch, action.slice]}"
             unit.output_grads = self._monitor.wait(state.output_grads.pop(), what, state.output_grads.peer)
         return unit
@@ -268,7 +268,7 @@ class Pipeline(Verbs):
             if link is not None:
                 link.post_early()
 
-    def _store_result(self, kind: Kind, chunk: int, number: int, unit: Unit) -> None:
+    def _store_result(self, kind: Kind, chunk: int, number: int, unit: UnitState) -> None:
         """After an action: what it has made is kept, and what is left of its weight gradients computed, behind the
         sending of the input gradients, for which a neighbour may wait."""
         state = self._states[chunk]
@@ -281,7 +281,7 @@ class Pipeline(Verbs):
                 for index, tensor in enumerate(output.tensors):
                     output.tensors[index] = unshared(tensor)  # which nothing else holds any longer
                 state.outputs.put(output)
-        elif kind.message is not None:
+        elif kind.direction is not None:
             grads, unit.input_grads = unit.input_grads, None
             if state.input_grads is not None:
                 assert grads is not None
@@ -297,7 +297,7 @@ class Pipeline(Verbs):
 
     # What a kind of action runs
 
-    def _runs(self, state: StageState, stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
+    def _runs(self, state: StageState, stage: Stage, extensions: Sequence[Extension]) -> dict[str, ActionFunction]:
         """What each kind of action of a chunk runs in this step."""
         runs = runs_of(stage, extensions)
         if self._checkpoint_arguments is not NO_ARGUMENTS:
@@ -309,10 +309,10 @@ class Pipeline(Verbs):
                     runs[name] = partial(self._completing, self._states.index(state), runs[name], kind)
         return runs
 
-    def _completing(self, chunk: int, run: Run, kind: Kind, unit: Unit) -> None:
+    def _completing(self, chunk: int, run: ActionFunction, kind: Kind, unit: UnitState) -> None:
         """An action that may complete the gradients of a chunk."""
         assert self._sync is not None
-        if kind.message is not None and unit.has_windows:  # its W is still to come
+        if kind.direction is not None and unit.has_windows:  # its W is still to come
             run(unit)
             return
         is_last = not self.num_backwards_left(chunk) and not self.num_pending_weights(chunk)
@@ -322,7 +322,7 @@ class Pipeline(Verbs):
             if in_w:
                 self._sync.after_weights(chunk)
 
-    def _fill_window(self, unit: Unit) -> None:
+    def _fill_window(self, unit: UnitState) -> None:
         """Compute gradients left to pending Ws in an overlap window of this unit: the oldest first, its own last."""
         unit.has_windows = True
         deferred = [one.deferred for one in (*self._pending_units, unit) if one.deferred is not None]
@@ -353,9 +353,9 @@ class Pipeline(Verbs):
         self._monitor.are_overlapped(action, other)
 
 
-def runs_of(stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
+def runs_of(stage: Stage, extensions: Sequence[Extension]) -> dict[str, ActionFunction]:
     """What each kind of action runs on a stage: its method of that name, with what options put around it."""
-    runs: dict[str, Run] = dict(zip(KINDS, attrgetter(*KINDS)(stage)))
+    runs: dict[str, ActionFunction] = dict(zip(KINDS, attrgetter(*KINDS)(stage)))
     for extension in extensions:
         runs |= extension.kinds(stage)
         stage.forward_step_func = extension.forward_step(stage, stage.forward_step_func)

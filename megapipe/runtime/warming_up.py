@@ -25,7 +25,7 @@ from ..frameworks import frameworks
 from ..messages import MessageSpec, can_have_gradient
 from ..p2p_communication import Transfer
 from ..plan import FORWARD, KINDS, WEIGHTS, Kind, Schedule
-from ..stages import Call, Unit, as_sent
+from ..stages import Call, UnitState, as_sent
 from ..structure import structure_of
 from .arguments import check_call, chunks_of, config_of, pipeline_group
 from .pipeline import checkpoint_arguments, runs_of
@@ -193,11 +193,13 @@ def _run(
         stage.output_specs = None  # what steps have found may change
     runs = runs_of(stage, extensions)
     extra = next(checkpoint_arguments(runner.plan_key, runner.pp_rank, call))
-    backwards: list[Kind | None] = [kind for kind in KINDS.values() if kind.name in own and kind.message == "backward"]
+    backwards: list[Kind | None] = [
+        kind for kind in KINDS.values() if kind.name in own and kind.direction == "backward"
+    ]
     for backward in backwards or [None]:
         done = []
         for part, spec in enumerate(inputs):
-            done.append(unit := Unit(0, part))
+            done.append(unit := UnitState(0, part))
             unit.received = None if spec is None else Transfer(spec, _random(spec, call.device))
             runs[FORWARD.name](unit, *extra)
         while backward is not None and done:  # of slices, the last first

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..slices import SequenceSlice
     from .stage import Stage
 
-Run = Callable[..., None]
+ActionFunction = Callable[..., None]
 """Runs an action of one kind on one stage, for a unit."""
 
 
@@ -54,11 +54,11 @@ class Extension:
         """Goes around the caller's forward_step_func."""
         return function
 
-    def kinds(self, stage: Stage) -> Mapping[str, Run]:
+    def kinds(self, stage: Stage) -> Mapping[str, ActionFunction]:
         """Actions that it brings, by the names that they have in plans."""
         return {}
 
-    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+    def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
         """Goes around an action, when its message is there."""
         return run
 

@@ -12,23 +12,25 @@ from typing import NamedTuple
 import torch
 
 from ..overlap import Segments, filling_windows
-from .extension import Run
+from .extension import ActionFunction
 from .stage import Stage
-from .unit import Unit
+from .unit import UnitState
 
 
 class Forward(NamedTuple):
     """A forward that is to be run while a backward is."""
 
     stage: Stage
-    unit: Unit
+    unit: UnitState
     """Its input has arrived."""
     extra: tuple[bool, ...]
     done: Callable[[], None]
     """Called as soon as the output is held no more: else it is copied."""
 
 
-def run_pair(forward: Forward, backward: Stage, run_backward: Run, unit: Unit, fill: Callable[[Unit], None]) -> None:
+def run_pair(
+    forward: Forward, backward: Stage, run_backward: ActionFunction, unit: UnitState, fill: Callable[[UnitState], None]
+) -> None:
     """Run a forward and B of a unit in segments.
 
     A forward that `forward_step_func` has run by itself is not overlapped.

@@ -26,7 +26,7 @@ from .call import Call
 from .delayed import DelayedGrads, find_delayed
 from .loss import Loss, call_loss_func, describe, divide_loss, scale_loss
 from .notices import NoGradientWarning, warn
-from .unit import Unit, edge_of
+from .unit import UnitState, edge_of
 
 EXPLAINED = (RuntimeError, StopIteration, TypeError, AttributeError)
 """Errors of the caller's functions for which there may be a better sentence."""
@@ -43,7 +43,7 @@ class Stage:
         delays: some modules defer weight gradients by themselves.
     """
 
-    unit: Unit | None = None
+    unit: UnitState | None = None
     """That which forward_step_func is called for."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Stage:
             find_forward_segments(self.module) is not None or find_cut(self.module, self._call.frameworks) is not None
         )
 
-    def F(self, unit: Unit, *extra: bool) -> None:
+    def F(self, unit: UnitState, *extra: bool) -> None:
         """Needs `received`. Makes `output`, but on the last stage, and what backward needs.
 
         Args:
@@ -103,10 +103,10 @@ class Stage:
             raise
         self.finish_forward(unit, *self._checked(returned))
 
-    def R(self, unit: Unit) -> None:
+    def R(self, unit: UnitState) -> None:
         """Nothing, unless an option says otherwise: F has kept all."""
 
-    def O(self, unit: Unit) -> None:  # noqa: E743  # the kind's name
+    def O(self, unit: UnitState) -> None:  # noqa: E743  # the kind's name
         """An option brings this, and L."""
         raise ValueError(
             "the schedule runs O, but no F knew that what it saves is to be moved: set config.offload_activations, "
@@ -115,12 +115,12 @@ class Stage:
 
     L = O
 
-    def B(self, unit: Unit) -> None:
+    def B(self, unit: UnitState) -> None:
         """Needs `output_grads`. Makes `input_grads` and `deferred`, the W that is left."""
         unit.deferred = DeferredGrads()
         self.BW(unit)
 
-    def BW(self, unit: Unit) -> None:
+    def BW(self, unit: UnitState) -> None:
         """B and W in one. Where F ran in segments W is left as after B, to fill overlap windows."""
         if unit.has_windows and unit.deferred is None:
             unit.deferred = DeferredGrads()
@@ -154,7 +154,7 @@ class Stage:
         unit.received = unit.output_grads = None  # what is left is for W
         unit.inputs, unit.edges, unit.kept_by, unit.before_backward = [], [], {}, []
 
-    def W(self, unit: Unit) -> None:
+    def W(self, unit: UnitState) -> None:
         """Needs `deferred`."""
         assert unit.deferred is not None
         unit.deferred.run()
@@ -164,7 +164,7 @@ class Stage:
 
     # Forward
 
-    def start_forward(self, unit: Unit, *extra: bool) -> tuple[Any, Any]:
+    def start_forward(self, unit: UnitState, *extra: bool) -> tuple[Any, Any]:
         """The first part of F, as far as `Segments` go by themselves. Returns what `finish_forward` takes."""
         self._take_input(unit)
         try:
@@ -184,7 +184,7 @@ class Stage:
             )
         return returned[0], returned[1]
 
-    def _take_input(self, unit: Unit) -> None:
+    def _take_input(self, unit: UnitState) -> None:
         """Hand the input of a forward to the model, and keep the tensors of it that want a gradient."""
         self.unit = unit
         received = unit.received
@@ -204,7 +204,7 @@ class Stage:
         for around in self._around:
             around.before(unit.microbatch)
 
-    def finish_forward(self, unit: Unit, output: Any, loss_func: Any) -> None:
+    def finish_forward(self, unit: UnitState, output: Any, loss_func: Any) -> None:
         """Run the remaining segments, and on the last stage the loss function. Keep what they make.
 
         Args:
@@ -230,12 +230,12 @@ class Stage:
         else:
             self._save_output(unit, output)
 
-    def compute_loss(self, unit: Unit, output: Any, loss_func: Any) -> Loss | None:
+    def compute_loss(self, unit: UnitState, output: Any, loss_func: Any) -> Loss | None:
         """None where there is none to differentiate."""
         called = call_loss_func(self._call, output, loss_func)
         return None if called is None else divide_loss(self._call, *called)
 
-    def _save_output(self, unit: Unit, output: Any) -> None:
+    def _save_output(self, unit: UnitState, output: Any) -> None:
         try:
             structure, tensors = pack(output)
             for tensor in tensors:
@@ -259,7 +259,7 @@ class Stage:
             tensors[index] = tensor.detach() if tensor.grad_fn is not None else tensor.detach().clone()
         unit.output = Transfer(spec, tensors)
 
-    def _save_loss(self, unit: Unit, loss: Loss | None) -> None:
+    def _save_loss(self, unit: UnitState, loss: Loss | None) -> None:
         if self._call.forward_only:
             return
         unit.output_grads = []
@@ -271,7 +271,7 @@ class Stage:
 
     # Backward
 
-    def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
+    def roots(self, unit: UnitState) -> list[tuple[GradientEdge, Tensor]]:
         """The edges at which backward begins, and their gradients."""
         assert unit.output_grads is not None
         roots = []
@@ -280,7 +280,7 @@ class Stage:
                 roots.append((edge, grad))
         return roots
 
-    def _take_input_grads(self, unit: Unit) -> None:
+    def _take_input_grads(self, unit: UnitState) -> None:
         """What goes to the previous stage after backward: zeros where there is no gradient. Whether there is one may
         depend on the data, and whoever receives it would have to wait for a device to be told."""
         grads, num_missing = [], 0
@@ -301,7 +301,7 @@ class Stage:
 
     # Input
 
-    def show(self, unit: Unit) -> None:
+    def show(self, unit: UnitState) -> None:
         """Let the model have the input of a unit, unless it has that already: as a list, also where that holds one
         tensor, or None, as Megatron's models take it."""
         this = unit.microbatch, unit.slice
@@ -328,7 +328,7 @@ class Stage:
 
     # Output
 
-    def _explain(self, error: Exception, unit: Unit) -> None:
+    def _explain(self, error: Exception, unit: UnitState) -> None:
         """Raises a better error, if there is one."""
         if isinstance(error, StopIteration):
             called = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -358,7 +358,7 @@ class Stage:
                 "first stage: keep input[0], or wrap the layers in megapipe.PipelineStage."
             ) from error
 
-    def _check_output(self, structure: Any, tensors: list[Tensor], unit: Unit) -> MessageSpec:
+    def _check_output(self, structure: Any, tensors: list[Tensor], unit: UnitState) -> MessageSpec:
         """Its spec, if the next stage is told."""
         spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
         expected = None if self.output_specs is None else self.output_specs[unit.slice]
@@ -399,7 +399,7 @@ class Stage:
             warn(text, NoGradientWarning)
 
 
-def _has_list(error: Exception, unit: Unit) -> bool:
+def _has_list(error: Exception, unit: UnitState) -> bool:
     """Whether the function that failed had the list that `set_input_tensor` was given, in place of its one item."""
     item = None if unit.received is None else unit.received.tensors[0]
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)

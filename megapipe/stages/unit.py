@@ -15,7 +15,7 @@ from .delayed import DelayedGrads
 
 
 @dataclass(slots=True, eq=False)
-class Unit:
+class UnitState:
     """What a unit holds between its actions: each takes what it needs, and leaves what it makes.
 
     What has been run is kept as the edges of its graph, not as tensors: a `GradientEdge` is all that backward needs. So
