@@ -525,7 +525,7 @@ def forward_backward_dualpipev(pipe: Verbs) -> Any:
         W(pipe)
         F(pipe, 1)
 
-    # Phase 4, the steady state: n(F0B1 F1B0). On the last rank the output of F0 and the input gradient of B1 stay there.
+    # Phase 4, the steady state: n(F0B1 F1B0). The output of F0 and the input gradient of B1 stay on the last rank.
     # A pair starts when both of its messages have come. So the last rank runs its first F0 and B1 one after the other:
     # its next pair, F1B0, then ends sooner, and the rank before it gets both results of that sooner.
     for k in range(max(pipe.num_microbatches, 2 * size) - 2 * size + rank + 1):

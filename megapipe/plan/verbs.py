@@ -162,8 +162,8 @@ class Verbs(ABC):
         (chunk, number of its backward on that chunk); the oldest is first."""
         self._followers = {name: [kind.name for kind in needed if kind.after == name] for name in KINDS}
         self._passed = {kind.name: [0] * num_chunks for kind in optional}
-        """How many units have taken an optional kind or were passed over, by kind and chunk, in the order of the chunk's
-        backwards."""
+        """How many units have taken an optional kind or were passed over, by kind and chunk. They take it in the order
+        of the chunk's backwards."""
         self._verbs = {kind.name: f"{kind.direction}_step" for kind in KINDS.values() if kind.direction is not None}
 
     def reset(self) -> None:

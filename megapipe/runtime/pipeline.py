@@ -1,7 +1,7 @@
-"""The verbs, at work: what is in flight on this rank.
+"""Implements `Verbs` with real computation and messages, for one rank. The object that a schedule is called with.
 
-A unit is made when its forward begins, handed to its stage action by action, and dropped after its last one. Messages
-wait at the links.
+A unit (a microbatch, or a slice of one) is made when its forward begins, handed to its stage for each action, and
+dropped after its last one. Messages wait in the links until an action takes them or the schedule sends them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from .plans import PlanKey
 
 
 class Links(NamedTuple):
-    """The ends of the channels around a stage: from and to the stage below, to and from the stage above. None where
-    there is no such stage: data and loss do not travel."""
+    """The four links of a stage. None if there is no such neighbour: data and loss are no messages."""
 
     inputs: Link | None
+    """From the previous stage."""
     outputs: Link | None
+    """To the next stage."""
     output_grads: Link | None
+    """From the next stage."""
     input_grads: Link | None
+    """To the previous stage."""
 
 
 class StageState:
@@ -43,9 +46,9 @@ class StageState:
 
     stage: Stage
     runs: dict[str, ActionFunction]
-    """What each kind of action runs, for a unit."""
+    """The function of each kind of action, by the name of the kind. It is called with a unit."""
     first_step: FirstStep | None
-    """Looks at what the stage does; None where nothing does."""
+    """Observes the stage in its first step; None in later ones."""
 
     def __init__(self, actions: Mapping[str, Sequence[Action]], links: Links) -> None:
         self.actions = actions
@@ -57,15 +60,17 @@ class StageState:
             for name, kind in KINDS.items()
             if kind.direction is not None and (self.inputs if kind.is_forward else self.output_grads) in self.receivers
         }
-        """Kinds of action that wait for another rank."""
+        """Kinds of action whose message comes from another rank."""
         self.may_have_windows = {name for name, kind in KINDS.items() if kind.direction is not None}
-        """Kinds of action that may have overlap windows: all, but those that had none in an earlier step."""
+        """Kinds of action that may have overlap windows (`megapipe.overlap`). A kind that had none in a whole step is
+        taken out."""
         self.had_windows: dict[str, bool] = {}
+        """Whether a kind had a window in this step."""
         self.units: dict[tuple[int, int], UnitState] = {}
         """Units in flight, by microbatch and slice."""
 
     def reset(self, stage: Stage, runs: dict[str, ActionFunction], first_step: FirstStep | None) -> None:
-        """A step begins."""
+        """Called when a step begins."""
         self.stage, self.runs, self.first_step = stage, runs, first_step
         self.had_windows.clear()
         self.units.clear()
@@ -75,7 +80,7 @@ class StageState:
             self.inputs.post_lookahead()
 
     def end(self) -> None:
-        """The step has succeeded. No model is held until the next one."""
+        """Called when a step has succeeded. Drops all that holds the model."""
         assert not self.units, "the schedule ended with work left"
         for link in self.links:
             assert link.is_empty(), "the schedule ended with messages left"
@@ -86,23 +91,26 @@ class StageState:
         del self.stage, self.runs, self.first_step
 
     def send(self, kind: Kind, number: int) -> None:
-        """What an action of this number has made, unless others are to be sent before it."""
+        """Send the result of action `number` of a kind now, if all earlier results have been sent. If not, the
+        schedule's own `send_forward` or `send_backward` does it."""
         link = self.outputs if kind.is_forward else self.input_grads
         if link is not None:
             link.send(number)
 
 
 class Pipeline(Verbs):
-    """The steps of a pipeline on one rank. A schedule drives them.
+    """One rank's implementation of the verbs, used for all steps with the same number of microbatches.
 
     Args:
         key: of the plan that the schedule follows.
-        posted_ahead: `Plan.posted_ahead` of this rank; empty where the transport posts receives in its own way.
+        links: of each stage of the rank.
+        posted_ahead: `Plan.posted_ahead` of this rank: before which action which large receives are posted. Empty if
+            none are (all transports but NCCL).
     """
 
     _monitor: Monitor
     _sync: GradientSync | None
-    """Told when gradients become complete; None where it is of no interest."""
+    """Calls no_sync_func, grad_sync_func and param_sync_func; None if the config sets none of them."""
 
     def __init__(
         self,
@@ -122,7 +130,7 @@ class Pipeline(Verbs):
         units = itertools.product(range(self.num_microbatches), range(self.num_slices))
         self._in_words = {unit: unit_in_words(*unit, self.num_slices) for unit in units}
         self._pending_units: dict[UnitState, None] = {}
-        """Whose W is still to come, in the order of their Bs."""
+        """Units whose B has run and whose W has not, oldest first."""
 
     def begin_step(
         self,
@@ -134,7 +142,12 @@ class Pipeline(Verbs):
         sync: GradientSync | None,
         checkpoint_arguments: Iterator[tuple[bool, ...]],
     ) -> None:
-        """Count from nought."""
+        """Called before the schedule's loops: set counters to 0, and take what this step runs.
+
+        Args:
+            stages, first_steps: one per chunk.
+            checkpoint_arguments: gives the third argument of forward_step_func for each forward.
+        """
         self.reset()
         self._results, self._monitor, self._sync = call.results, monitor, sync
         self._checkpoint_arguments = checkpoint_arguments
@@ -212,7 +225,7 @@ class Pipeline(Verbs):
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
         (name, chunk), (other_name, other_chunk) = first, second
         kind, other = KINDS[name], KINDS[other_name]
-        # A plan's order: what the first of a pair makes is sent first, which is the forward where they overlap.
+        # The plan sends the result of the first action first. Only an F followed by a backward can be overlapped.
         is_overlapped = (kind.direction, other.direction) == ("forward", "backward") and self.num_slices == 1
         if is_overlapped and not self.forward_only and self._states[chunk].stage.can_overlap:
             self._overlap(kind, chunk, other, other_chunk)
@@ -223,7 +236,15 @@ class Pipeline(Verbs):
         self.run(other_name, other_chunk)
 
     def finish(self) -> list[Any]:
-        """Wait until everything sent has been taken. Returns what the loss function reported."""
+        """End the step: check that nothing is left to do, and wait for sends that the host must complete (gloo).
+
+        Returns:
+            The reports of the loss function, in microbatch order.
+
+        Raises:
+            ScheduleError: the schedule left out an action or a message.
+            ConnectionLostError: a send failed.
+        """
         self._check_finished()
         for state in self._states:
             state.end()
@@ -231,10 +252,11 @@ class Pipeline(Verbs):
         results, self._results, self._sync = self._results, [], None  # which hold the models
         return results
 
-    # What they have in common
+    # The parts of an action
 
     def _await(self, kind: Kind, chunk: int, number: int, action: Action) -> UnitState:
-        """The unit of an action, once its message is there."""
+        """Wait for the message that an action needs, if it needs one. Returns the unit of the action, with the message
+        in it. Over NCCL it is the device that waits."""
         state = self._states[chunk]
         if self._sync is not None:
             self._sync.before_action()
@@ -254,23 +276,27 @@ class Pipeline(Verbs):
         return unit
 
     def _post_while_idle(self) -> None:
-        """The pipeline fills, so there is time."""
+        """Called at the rank's first wait in a step, while the pipeline fills: post more receives, as far as the
+        lookahead's `idle_bytes` allow."""
         self._has_waited = True
         for state in self._states:
             for receiver in state.receivers:
                 receiver.post_while_idle()
 
     def _post_large_receives(self, action: Action) -> None:
-        """Before an action is launched whose message is there: post the receives of those behind it that may be."""
-        for behind in self._posted_ahead.get(action, ()):
-            state = self._states[behind.stage // self.pp_size]
-            link = state.inputs if KINDS[behind.kind].is_forward else state.output_grads
+        """Called before an action is launched, when its own message is there: post the large receives of the next
+        action, if the plan says that no rank can then wait for ever (NCCL only; plan/early_receives.py)."""
+        for later in self._posted_ahead.get(action, ()):
+            state = self._states[later.stage // self.pp_size]
+            link = state.inputs if KINDS[later.kind].is_forward else state.output_grads
             if link is not None:
                 link.post_early()
 
     def _store_result(self, kind: Kind, chunk: int, number: int, unit: UnitState) -> None:
-        """After an action: what it has made is kept, and what is left of its weight gradients computed, behind the
-        sending of the input gradients, for which a neighbour may wait."""
+        """Called after an action: queue its result for sending, and drop the unit after its last action.
+
+        A BW that had overlap windows has left weight gradients to be computed: its input gradients are sent first,
+        since a neighbour may wait for them."""
         state = self._states[chunk]
         if state.first_step is not None:
             state.first_step.observe(unit)
@@ -295,10 +321,10 @@ class Pipeline(Verbs):
         if kind.completes_weights or self.forward_only:
             del state.units[unit.microbatch, unit.slice]
 
-    # What a kind of action runs
+    # The functions of actions
 
     def _runs(self, state: StageState, stage: Stage, extensions: Sequence[Extension]) -> dict[str, ActionFunction]:
-        """What each kind of action of a chunk runs in this step."""
+        """The function of each kind of action of a stage in this step."""
         runs = runs_of(stage, extensions)
         if self._checkpoint_arguments is not NO_ARGUMENTS:
             forward = runs[FORWARD.name]
@@ -310,9 +336,9 @@ class Pipeline(Verbs):
         return runs
 
     def _completing(self, chunk: int, run: ActionFunction, kind: Kind, unit: UnitState) -> None:
-        """An action that may complete the gradients of a chunk."""
+        """Run an action that may complete the gradients of a chunk. If it does, `GradientSync` is told."""
         assert self._sync is not None
-        if kind.direction is not None and unit.has_windows:  # its W is still to come
+        if kind.direction is not None and unit.has_windows:  # `_store_result` runs the rest of it as W
             run(unit)
             return
         is_last = not self.num_backwards_left(chunk) and not self.num_pending_weights(chunk)
@@ -323,7 +349,8 @@ class Pipeline(Verbs):
                 self._sync.after_weights(chunk)
 
     def _fill_window(self, unit: UnitState) -> None:
-        """Compute gradients left to pending Ws in an overlap window of this unit: the oldest first, its own last."""
+        """Called in an overlap window of `unit`: compute some deferred weight gradients, `weights_per_window` of them.
+        Those of the oldest pending W come first, those of this unit last."""
         unit.has_windows = True
         deferred = [one.deferred for one in (*self._pending_units, unit) if one.deferred is not None]
         for _ in range(self._weights_per_window):
@@ -331,7 +358,7 @@ class Pipeline(Verbs):
                 return
 
     def _overlap(self, forward: Kind, forward_chunk: int, backward: Kind, backward_chunk: int) -> None:
-        """Run a pair in segments. The output is sent as soon as it is there."""
+        """Run a pair in segments. The output of the forward is sent as soon as it is computed."""
         forwards, backwards = self._states[forward_chunk], self._states[backward_chunk]
         _, number = self._next_action(forward.name, forward_chunk)
         action = forwards.actions[forward.name][number]
@@ -348,13 +375,14 @@ class Pipeline(Verbs):
         with self._monitor.at(other):
             in_flight = self._await(backward, backward_chunk, of_backward, other)
             self._post_large_receives(other)
+            # Also for a BW, whose W is run by `_store_result`, after the input gradients are sent.
             run_pair(begun, backwards.stage, backwards.runs["B"], in_flight, self._fill_window)
             self._store_result(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)
 
 
 def runs_of(stage: Stage, extensions: Sequence[Extension]) -> dict[str, ActionFunction]:
-    """What each kind of action runs on a stage: its method of that name, with what options put around it."""
+    """The function of each kind of action on a stage: the stage's method of that name, wrapped by the extensions."""
     runs: dict[str, ActionFunction] = dict(zip(KINDS, attrgetter(*KINDS)(stage)))
     for extension in extensions:
         runs |= extension.kinds(stage)
@@ -368,8 +396,8 @@ NO_ARGUMENTS: Iterator[tuple[bool, ...]] = itertools.repeat(())
 
 
 def checkpoint_arguments(key: PlanKey, pp_rank: int, call: Call) -> Iterator[tuple[bool, ...]]:
-    """The third argument of forward_step_func, for each forward of this rank: whether to recompute all activations.
-    None where the config asks for nothing; of those in flight at a time the first few recompute only in part."""
+    """Gives the third argument of forward_step_func for each forward of this rank, in order: whether to checkpoint all
+    activations (False: only a part). Gives () each time if the config asks for no such argument."""
     num_partial = call.config.num_microbatches_with_partial_activation_checkpoints
     if num_partial is None or key.pp_size == 1:  # as in Megatron: without a pipeline nothing is in flight at a time
         return NO_ARGUMENTS
