@@ -56,7 +56,7 @@ class Recompute(Compared):
     def takes_part(self, call: Call) -> bool:
         if not super().takes_part(call):
             return False
-        self._forwards = self.plan().recomputed[self.pp_rank]
+        self._forwards = self.get_plan().recomputed[self.pp_rank]
         self._regions = {info: self._regions_of(model, info) for model, info in zip(call.models, call.stages)}
         return bool(self._forwards)
 
@@ -94,7 +94,7 @@ class Offloading(Compared):
     def takes_part(self, call: Call) -> bool:
         if not super().takes_part(call):
             return False
-        self._forwards = self.plan().offloaded[self.pp_rank]
+        self._forwards = self.get_plan().offloaded[self.pp_rank]
         self._storages: dict[StageInfo, set[int]] = {}
         return bool(self._forwards)
 

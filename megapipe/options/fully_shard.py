@@ -31,7 +31,7 @@ class FullyShard(Extension):
         if sharded is None:
             return False
         if config.max_gathered_chunks is not None and not call.forward_only:
-            sharded.follow(gathered_chunks(self.plan(), self.pp_rank, config.max_gathered_chunks))
+            sharded.follow(gathered_chunks(self.get_plan(), self.pp_rank, config.max_gathered_chunks))
         self._sharded, self._models = sharded, call.models
         return True
 
