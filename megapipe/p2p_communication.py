@@ -347,7 +347,7 @@ class Sender(Link):
     def _expect_reply(self, message: Transfer) -> None:
         assert message.spec is not None
         assert self._replies is not None
-        self._reply_specs.append(message.spec.gradient())
+        self._reply_specs.append(message.spec.gradient_spec())
         if len(self._reply_specs) == self._num_slices:
             for spec in reversed(self._reply_specs):
                 self._replies.expect(spec)

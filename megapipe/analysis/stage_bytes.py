@@ -162,7 +162,7 @@ def _run(
     found["recompute"] = most(saved)
     found["saved"], found["recomputed"] = saved - before, saved - unrecomputed
     if output is not None:
-        unit.output_grads = message(output.gradient())
+        unit.output_grads = message(output.gradient_spec())
     if not is_split:
         runs["BW"](unit)
         found["backward"] = most(saved)

@@ -1,4 +1,4 @@
-"""The links around the stages of a rank: to another rank, to another stage of this one, or to none."""
+"""Makes the links of the stages of a rank: to a stage on another rank, or to one on the same rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .plans import PlanKey
 def lines_of(
     traffic: Mapping[tuple[int, int], Sequence[ChannelName]], pp_rank: int, forward_only: bool, buffered_bytes: int
 ) -> dict[int, Line]:
-    """The line to each peer.
+    """The `Line` of each peer: the order of messages from and to it.
 
     Args:
         traffic: `PlanKey.traffic_around` this rank.
@@ -44,10 +44,10 @@ def links_around(
     """The links of each stage of a rank.
 
     Args:
-        specs: of each stage the message that it receives and the one that it sends, or those of each slice; None where
-            a header precedes them that says all.
-        channels: None where the pipeline has one rank only.
-        lines: by peer, where the transport knows messages by their order.
+        specs: for each stage the specs of the messages that it receives and sends, one for each slice; None if only a
+            header tells them.
+        channels: None if the pipeline has one rank.
+        lines: by peer; empty if the transport does not match messages by their order.
     """
     placement = key.schedule.placement
     count, num_slices = key.num_microbatches, key.num_slices
@@ -75,7 +75,7 @@ def links_around(
         return made
 
     def below(chunk: int, stage: StageInfo, received: Sequence[MessageSpec] | None) -> tuple[Link | None, Link | None]:
-        """Inputs, and the gradients of inputs."""
+        """The links of inputs and of input gradients."""
         index = stage.index - 1
         if stage.is_first:
             return None, None
@@ -87,14 +87,14 @@ def links_around(
         return inputs, sender("backward", index, peer)
 
     def above(chunk: int, stage: StageInfo, sent: Sequence[MessageSpec] | None) -> tuple[Link | None, Link | None]:
-        """Outputs, and the gradients of outputs."""
+        """The links of outputs and of output gradients."""
         if stage.is_last:
             return None, None
         peer = placement.rank(stage.index + 1, key.pp_size)
         if peer == pp_rank:
             return local[stage.index]
         has_headers = found_shapes.have_headers(chunk, sent)
-        known = [] if sent is None or has_headers or forward_only else [spec.gradient() for spec in reversed(sent)]
+        known = [] if sent is None or has_headers or forward_only else [spec.gradient_spec() for spec in reversed(sent)]
         grads = receiver("backward", stage.index, peer, known)
         return sender("forward", stage.index, peer, has_headers, None if forward_only else grads), grads
 

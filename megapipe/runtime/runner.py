@@ -1,7 +1,7 @@
-"""A schedule on this rank, for all steps that are called alike, with any number of microbatches.
+"""What this rank keeps from step to step for one way of calling a schedule (`CallKey`), whatever the number of
+microbatches: checked arguments, message specs, the pipeline object with its links.
 
-What was checked, agreed on and found out is kept from step to step; a step resets counters. No model is held between
-steps: stages, which hold them, are made for each.
+A step only resets counters. No model is held between steps: `Stage`s, which hold models, are made anew in each step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .session import Alone, Session
 PLAIN = {bool, int, float, str, type(None), torch.dtype}
 
 MODULES = {option.module for option in OPTIONS if option.module}
-"""Those that bring an option along where they are imported."""
+"""Modules whose import switches an option on (torch.distributed.fsdp)."""
 
 MOST_PREPARED = 64
 """The number of `PreparedStep`s that a runner keeps: those used last."""
@@ -44,22 +44,23 @@ _read_all = attrgetter(*DEFAULTS)
 
 
 class CallKey(NamedTuple):
-    """What a runner is kept by: steps with equal keys use the same one."""
+    """The cache key of a runner. Steps with equal keys use the same one."""
 
     schedule: Schedule
     forward_only: bool
     sizes: tuple[int | None, ...]
-    """What is said of the shapes of messages."""
+    """The arguments that the shapes of messages depend on."""
     inputs: tuple[Any, ...]
-    """The kinds of what data is read from, and what is passed besides."""
+    """The types of the data iterators, and which other inputs are passed."""
     settings: tuple[Any, ...]
-    """The values of all fields of the config, functions and other objects in outline."""
+    """The values of all fields of the config; of functions and other objects only the type."""
     chunks: tuple[Any, ...]
-    """Their structures, and what is imported that they may be made of."""
+    """The structure of each model, and the imported modules of `MODULES`."""
     device: torch.device
 
 
 def call_key(schedule: Schedule, call: Call) -> CallKey:
+    """The key of a call."""
     settings = [value if type(value) in PLAIN else _by_type(value) for value in _read_all(call.config)]
     chunks = (MODULES & sys.modules.keys(), *call.structures)
     has_own = call.adjust_tensor_shapes_fn is not None
@@ -69,7 +70,7 @@ def call_key(schedule: Schedule, call: Call) -> CallKey:
 
 
 def _by_type(value: Any) -> Any:
-    """What of a value counts: of a function, which may hold a model, only that there is one."""
+    """The type of a value, in place of the value: a function may hold a model, which no key may keep alive."""
     if isinstance(value, Sequence):
         return tuple(one if type(one) in PLAIN else type(one) for one in value)
     return type(value)
@@ -80,7 +81,8 @@ class PreparedStep:
 
     Args:
         plan_key: of the plan that the schedule follows.
-        to_agree_on: the arguments that all ranks of the pipeline must have alike.
+        loops: the schedule's function, or one that follows its plan.
+        to_agree_on: the arguments that must be the same on all ranks of the pipeline.
     """
 
     def __init__(self, plan_key: PlanKey, loops: Callable[[Any], Any], to_agree_on: dict[str, str]) -> None:
@@ -96,11 +98,12 @@ class Runner:
 
     Attributes:
         plan_key: of the plan that the schedule follows, for the number of microbatches of this step.
-        specs: per stage the messages that it receives and sends, where known.
-        found_shapes: the messages that are known only since the first step, or not yet.
+        specs: for each stage the specs of the messages that it receives and sends; None if they are not known.
+        found_shapes: the messages whose shapes neither the arguments nor the models tell: they are found in the first
+            step.
 
     Raises:
-        ValueError, TypeError: for arguments that cannot be.
+        ValueError, TypeError: the arguments are wrong, or do not go together.
     """
 
     def __init__(self, call_key: CallKey, call: Call, session: Session | Alone) -> None:
@@ -136,7 +139,8 @@ class Runner:
         self._select(call)
 
     def _update_specs(self, call: Call) -> None:
-        """Begin with the messages that are known by now."""
+        """Take the shapes that are known so far: from arguments and models, and from the first step. If they have
+        changed, drop the pipelines, which are then built anew."""
         specs = list(self._static_specs)
         self.found_shapes.fill_in(specs)
         if not self._is_new and specs == self.specs:
@@ -147,7 +151,7 @@ class Runner:
         self._prepared.clear()
 
     def _select(self, call: Call) -> None:
-        """Take what belongs to the number of microbatches of a call. It is made where that is a new one."""
+        """Take the `PreparedStep` for the number of microbatches of a call, or make it."""
         prepared, number = self._prepared, call.num_microbatches
         self._current = prepared.pop(number) if number in prepared else self._prepare_for(call)
         self.plan_key = self._current.plan_key
@@ -167,18 +171,19 @@ class Runner:
         return PreparedStep(key, schedule.loops if call.forward_only else key.loops, agreed)
 
     def _check(self, call: Call) -> None:
-        """Raises ValueError for what does not go together, also with this number of microbatches."""
+        """Raises ValueError if options do not go together, or not with this number of microbatches."""
         self.call_key.schedule.check_units(call.num_microbatches, call.config.num_sequence_slices)
         check_combinations(call, self._pp_size)
 
     def fits(self, call: Call) -> bool:
-        """Whether the messages of this call are those that the runner knows, where models compute their shapes."""
+        """Whether this call has the same messages as those before. Only models that compute their shapes can change
+        them under the same key."""
         if not self._asks_models:
             return True
         return specs_of(replace(call, slices=self.slices), self.stages, self._peers) == self._static_specs
 
     def extensions(self, call: Call) -> list[Extension]:
-        """Those of the options that are set and have something to do in this step."""
+        """Make the extensions of this step: of options that are set and have something to do in it."""
         extensions = []
         for extension in self._of_options(call.config):
             if extension.takes_part(call):
@@ -186,7 +191,7 @@ class Runner:
         return extensions
 
     def _of_options(self, config: StepConfig) -> Iterator[Extension]:
-        """The extension of each option that is set."""
+        """Make the extension of each option that is set, imported, or in the plan."""
         for option in OPTIONS:
             is_set = option.field and getattr(config, option.field) != DEFAULTS[option.field]
             if is_set or option.module in sys.modules or option.kind in self._kinds:
@@ -195,10 +200,14 @@ class Runner:
                 yield kind(config, lambda: self.plan_key.plan, self.pp_rank, self._session.watchdog)
 
     def agree(self, call: Call, what: str = "") -> None:
-        """Check that all ranks of the pipeline make the same call. Collective over the pipeline.
+        """Check that all ranks of the pipeline make the same call. Collective over the pipeline, unless the arguments
+        are those of the last step.
 
         Args:
-            what: is done with the schedule.
+            what: added to the name of the schedule in the comparison, such as ", in megapipe.warm_up".
+
+        Raises:
+            ValueError: ranks disagree, on all ranks.
         """
         if not isinstance(self._session, Session):
             return
@@ -212,7 +221,8 @@ class Runner:
         agreement.agree(arguments | name if what else arguments)
 
     def connect(self, call: Call) -> Channels | None:
-        """The channels of the pipeline, opened where this is the first to need them. None for one rank."""
+        """Returns the channels of the pipeline; None for one rank. The first step that needs them opens them, which is
+        collective over the pipeline."""
         if not isinstance(self._session, Session):
             return None
         has_headers = call.config.variable_seq_lengths or bool(self.found_shapes)
@@ -220,8 +230,15 @@ class Runner:
         return self._session.channels(placement, self.plan_key.num_chunks, device, has_headers, call.config)
 
     def prepare(self, call: Call) -> list[Extension]:
-        """All that comes before the step's first action: whoever refuses the call does it here, and all ranks with it.
-        Collective over the pipeline where arguments have changed. Returns what takes part, for `run`."""
+        """Called before `run`: do all that comes before the first action of a step. Collective over the pipeline if
+        arguments have changed.
+
+        Returns:
+            The extensions of this step, for `run`.
+
+        Raises:
+            ValueError, TypeError: an option refuses the call, or ranks disagree. Then all ranks raise.
+        """
         call.slices, call.stages = self.slices, self.stages
         if self._prepared.get(call.num_microbatches) is not self._current:
             self._select(call)
@@ -232,7 +249,7 @@ class Runner:
         return extensions
 
     def run(self, call: Call, extensions: Sequence[Extension]) -> None:
-        """Run one step. The results are in the call."""
+        """Run one step. The results are put into the call."""
         first_steps = self._run_loops(call, extensions)
         if self._is_new and not call.is_void:
             self._is_new = False
@@ -243,7 +260,7 @@ class Runner:
             extension.end()
 
     def _run_loops(self, call: Call, extensions: Sequence[Extension]) -> list[FirstStep | None]:
-        """Run the schedule. Returns what has looked at its first step."""
+        """Run the schedule's loops. Returns the observer of each chunk that has run its first step."""
         pipeline = self._current.pipeline
         assert pipeline is not None
         contexts = []
@@ -276,7 +293,7 @@ class Runner:
         return first_steps
 
     def _build(self, call: Call) -> None:
-        """Make the object that the schedule's loops drive, over channels that all ranks open together."""
+        """Make the `Pipeline` that the schedule's loops call. Opens the channels if they are not open."""
         self._channels = channels = self.connect(call)
         lookahead = Lookahead(0)
         if channels is not None and call.config.overlap_p2p_comm:
@@ -320,7 +337,7 @@ class Runner:
         return make(config, call.models, call.num_units, is_split, call.forward_only)
 
     def make_stages(self, call: Call) -> list[Stage]:
-        """One per chunk."""
+        """Make the stage of each chunk, for one step."""
         stages = []
         columns = (self.stages, self.specs, self._shapes_are_found, self._headers, self._delays)
         for chunk, (info, (_, sent), *flags) in enumerate(zip(*columns)):

@@ -1,7 +1,8 @@
 """One call of a schedule, from the caller's arguments to the losses.
 
-The runner of steps that are called alike is found, or made: that checks the arguments and agrees on them with the other
-ranks. It runs the schedule's loops, which drive a pipeline.
+A `Runner` is kept for each distinct way of calling: the same schedule, config values, models, sizes (`CallKey`). Making
+one checks the arguments; its first run compares them with those of the other ranks. It runs the schedule's loops, which
+call a `Pipeline`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def run_step(
     force_all_reduce: bool | None,
     **arguments: Any,
 ) -> list[Any]:
-    """The call of a schedule (`ForwardBackward.__call__` has its arguments), from its arguments to the reports."""
+    """Run one step. Takes the arguments of `ForwardBackward.__call__`, and returns the reports of the loss function."""
     known = frameworks()
     with one_step(pipeline_group(known, pg_collection, p2p_communicator)) as session:
         models = chunks_of(model)
@@ -74,7 +75,7 @@ def run_step(
                     ):
                         finalize_gradients(call.config, models, call.num_tokens, keywords)
             except BaseException:
-                session.runners.clear()  # with what was in flight
+                session.runners.clear()  # they may hold messages that are in flight
                 raise
     if call.is_void:
         ways = (pg_collection, p2p_communicator, force_all_reduce)
@@ -83,7 +84,11 @@ def run_step(
 
 
 def find_runner(schedule: Schedule, call: Call, session: Session | Alone) -> Runner:
-    """The one of an earlier step that was called alike, or a new one."""
+    """Returns the runner of an earlier step with the same `CallKey`, or a new one.
+
+    Raises:
+        ValueError, TypeError: a new runner refuses the arguments.
+    """
     key = call_key(schedule, call)
     runners: list[Runner] = session.runners
     for number, runner in enumerate(runners):
@@ -104,7 +109,7 @@ def _run_among(
     session: Session | Alone,
     keywords: dict[str, Any],
 ) -> None:
-    """A step with what frameworks do around its loops and around its end, and with reports for all."""
+    """Run a step in the contexts that frameworks put around its loops and its end. Broadcasts the reports if asked."""
     pp_size = len(session.ranks)
     last_stage = runner.plan_key.schedule.placement.rank(pp_size * len(call.models) - 1, pp_size)
     share: Callable[..., Any] = functools.partial(session.share, source=last_stage, device=call.device)

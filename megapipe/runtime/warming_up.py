@@ -206,7 +206,7 @@ def _run(
             unit = done.pop()
             if unit.output is not None:
                 assert unit.output.spec is not None
-                unit.output_grads = _random(unit.output.spec.gradient(), unit.output.tensors[0].device)
+                unit.output_grads = _random(unit.output.spec.gradient_spec(), unit.output.tensors[0].device)
             runs[backward.name](unit)
             if unit.deferred is not None:
                 runs[WEIGHTS.name](unit)

@@ -29,11 +29,11 @@ def send(sender: Sender, specs: list[MessageSpec]) -> None:
 @pytest.mark.parametrize("has_headers", [False, True], ids=["known", "with headers"])
 @pytest.mark.parametrize("forward_only", [False, True], ids=["training", "forward_only"])
 def test_one_gradient_for_each_output(has_headers: bool, forward_only: bool) -> None:
-    grads = receiver([] if has_headers or forward_only else [SPEC.gradient()], 3)
+    grads = receiver([] if has_headers or forward_only else [SPEC.gradient_spec()], 3)
     sender = Sender(CHANNEL, 1, CHANNEL if has_headers else None, None if forward_only else grads)
     sender.reset()
     send(sender, [SPEC] * 3)
-    assert list(grads._expected) == ([] if forward_only else [SPEC.gradient()] * 3)
+    assert list(grads._expected) == ([] if forward_only else [SPEC.gradient_spec()] * 3)
     for _ in range(0 if forward_only else 3):
         grads.post()
         grads.take().wait()
@@ -46,7 +46,7 @@ def test_messages_of_slices_come_in_their_order_and_gradients_in_reverse(is_know
     """A slice of another length has another shape, and a receive is posted with the shape of what comes next."""
     long, short = (MessageSpec("tensor", (TensorSpec((length,), torch.float32, True),)) for length in (3, 2))
     assert list(receiver([long, short], 2)._expected) == [long, short] * 2
-    reverse = [spec.gradient() for spec in (short, long)]
+    reverse = [spec.gradient_spec() for spec in (short, long)]
     grads = receiver(reverse if is_known else [], 2)
     sender = Sender(CHANNEL, 1, None if is_known else CHANNEL, grads, num_slices=2)
     sender.reset()
