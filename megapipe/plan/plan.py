@@ -33,7 +33,7 @@ class Plan(PlanFacts):
 
     @cached_property
     def posted_ahead(self) -> list[dict[Action, list[Action]]]:
-        """Per rank and action, the actions behind it whose receives may be posted before it is launched, when its own
+        """Per rank and action, the later actions whose receives may be posted before it is launched, when its own
         messages have come: those of the next action or overlapped pair. Transports choose (`config.p2p_lookahead`).
         A host that waits for its device in the middle of any action does not make ranks wait for ever by it."""
         from .early_receives import posted_ahead
@@ -121,7 +121,7 @@ def plan_of(name: str, actions: Sequence[Sequence[Action]], pairs: Sequence[Sequ
     after.
 
     Args:
-        pairs: per rank, the places of the actions that are overlapped with the one behind them.
+        pairs: per rank, the places of the actions that are overlapped with the one after them.
 
     Raises:
         ValueError: the stages of the ranks are no placement.

@@ -22,8 +22,8 @@ from ..stages import Call
 from ..structure import kept_for
 
 Specs = list[tuple[Sequence[MessageSpec] | None, Sequence[MessageSpec] | None]]
-"""For each stage the specs of the messages that it receives and of those that it sends: one for each slice, or None if
-they are not known."""
+"""The specs of the messages that each stage receives, and of those that it sends: one for each slice, or None if they
+are not known."""
 
 
 class SeenSpecs:

@@ -28,13 +28,13 @@ class Links(NamedTuple):
     """The four links of a stage. None if there is no such neighbour: data and loss are no messages."""
 
     inputs: Link | None
-    """From the previous stage."""
+    """Arrive from the previous stage."""
     outputs: Link | None
-    """To the next stage."""
+    """Leave for the next stage."""
     output_grads: Link | None
-    """From the next stage."""
+    """Arrive from the next stage."""
     input_grads: Link | None
-    """To the previous stage."""
+    """Leave for the previous stage."""
 
 
 class StageState:

@@ -66,7 +66,7 @@ def warm_up(
         microbatch: what `data_iterator` yields for one microbatch, on ranks that read data; otherwise None.
             `forward_step_func` gets an iterator that yields it again and again, or None for None.
         received: an example of the message that the chunks of this rank receive, as the stage before returns it: a
-            tensor, or tensors in a list, tuple or dict. Only shapes and dtypes matter. It is needed behind the first
+            tensor, or tensors in a list, tuple or dict. Only shapes and dtypes matter. It is needed after the first
             stage where messages are described neither by the sizes below nor by the model
             (`infer_stage_inputs_from_pipeline_inputs`), as those of a `PipelineStage`: for these, steps find shapes in
             the first of them only, when stages have run.

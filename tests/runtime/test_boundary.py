@@ -35,8 +35,8 @@ def test_one_gradient_for_each_output(has_headers: bool, forward_only: bool) -> 
     send(sender, [SPEC] * 3)
     assert list(grads._expected) == ([] if forward_only else [SPEC.gradient_spec()] * 3)
     for _ in range(0 if forward_only else 3):
-        grads.post()
-        grads.take().wait()
+        grads.request()
+        grads.pop().wait()
     assert grads.is_empty()
     assert sender.is_empty()
 
