@@ -97,11 +97,11 @@ def pack(message: Any) -> tuple[Structure, list[torch.Tensor]]:
     """
     if isinstance(message, torch.Tensor):
         return "tensor", [message]
-    kind = type(message)
-    if kind is tuple or kind is list:
+    container = type(message)
+    if container is tuple or container is list:
         tensors: list[Any] = list(message)
-        structure: Structure = "tuple" if kind is tuple else "tensor" if len(tensors) == 1 else "list"
-    elif kind is dict:
+        structure: Structure = "tuple" if container is tuple else "tensor" if len(tensors) == 1 else "list"
+    elif container is dict:
         structure, tensors = tuple(message), list(message.values())
         if not all(type(key) in KEYS for key in structure):
             return describe(message)  # which says what is wrong

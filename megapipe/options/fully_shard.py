@@ -58,9 +58,9 @@ class ShardedSync(GradientSync):
         super().__init__(config, models, *sizes)
         self._sharded = sharded
 
-    def _begin(self, step: ExitStack) -> None:
-        step.enter_context(self._sharded)
-        super()._begin(step)
+    def _enter_contexts(self, stack: ExitStack) -> None:
+        stack.enter_context(self._sharded)
+        super()._enter_contexts(stack)
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: Any) -> None:
         super().__exit__(kind, *error)

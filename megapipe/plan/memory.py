@@ -28,7 +28,7 @@ from .verbs import Action
 PerStage = float | Sequence[float]
 
 SHARED_OUT = ("saved", "replayed", "recomputed", "kept", "model", "gathered", "gradients")
-"""Components of which one number is that of a whole rank."""
+"""Components for which a single number means a whole rank: it is shared out over the rank's chunks."""
 Numbers = np.ndarray[Any, Any]
 
 

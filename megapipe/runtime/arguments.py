@@ -45,9 +45,9 @@ AGREED_ON = (
 """Fields of the config that all ranks must set alike."""
 
 
-def pipeline_group(known: Sequence[Framework], pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
+def pipeline_group(in_use: Sequence[Framework], pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
     """The pipeline's process group: the caller's, or else parallel_state's. None without torch.distributed."""
-    for framework in known:
+    for framework in in_use:
         framework.check_groups(pg_collection)
         framework.check_groups(p2p_communicator)
     group = getattr(pg_collection, "pp", None) or getattr(p2p_communicator, "pp_group", None)
@@ -57,7 +57,7 @@ def pipeline_group(known: Sequence[Framework], pg_collection: Any, p2p_communica
 
 
 def config_of(
-    known: Sequence[Framework], schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any
+    in_use: Sequence[Framework], schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any
 ) -> StepConfig:
     """The checked settings of the rank's chunks; sizes of groups are those of `pg_collection`."""
     config = common_config(map(find_attribute, models, itertools.repeat("config")))
@@ -66,7 +66,7 @@ def config_of(
         group = getattr(pg_collection, short, None)
         if group is not None:
             settings[name] = group.size()
-    for framework in known:
+    for framework in in_use:
         settings |= framework.read_config(config, schedule)
     return StepConfig.of(config, **settings)
 
@@ -212,7 +212,8 @@ def remote_peers(stage: StageInfo, placement: Placement, pp_rank: int, pp_size: 
 
 
 def specs_of(call: Call, stages: Sequence[StageInfo], peers: Sequence[Peers]) -> Specs:
-    """Per stage, the messages from and to other ranks, where they are known beforehand."""
+    """Returns for each stage the specs of the messages from and to other ranks; None if neither the arguments nor the
+    model tell them."""
     specs: Specs = []
     for model, stage, (below, above) in zip(call.models, stages, peers):
         if call.config.variable_seq_lengths or (below, above) == NO_PEERS:

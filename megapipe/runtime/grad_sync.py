@@ -20,7 +20,7 @@ from ..weight_grad import visit_gradient_nodes
 
 
 class GradientSync(AbstractContextManager["GradientSync"]):
-    """Around one step: holds gradient synchronisation back, and releases it chunk by chunk.
+    """The context of one step: holds gradient synchronisation back, and releases it chunk by chunk.
 
     Args:
         num_forwards: of each chunk.
@@ -53,22 +53,22 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         self._param_sync = _one_per_chunk(None if forward_only else config.param_sync_func, len(models))
 
     def __enter__(self) -> GradientSync:
-        with ExitStack() as step:
-            self._begin(step)
-            self._step = step.pop_all()
+        with ExitStack() as stack:
+            self._enter_contexts(stack)
+            self._stack = stack.pop_all()
         return self
 
-    def _begin(self, step: ExitStack) -> None:
-        """Enter what goes around the step."""
+    def _enter_contexts(self, stack: ExitStack) -> None:
+        """Enter the contexts that a step runs in."""
         if self._forward_only:
-            step.enter_context(torch.no_grad())
+            stack.enter_context(torch.no_grad())
             return
         for number, context in enumerate(self._contexts):
-            step.callback(context.close)
+            stack.callback(context.close)
             self._hold(number)
 
     def __exit__(self, *error: Any) -> None:
-        self._step.__exit__(*error)
+        self._stack.__exit__(*error)
 
     def before_action(self) -> None:
         """Before the message of an action is waited for."""

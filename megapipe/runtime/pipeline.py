@@ -341,9 +341,9 @@ class Pipeline(Verbs):
         if kind.direction is not None and unit.has_windows:  # `_store_result` runs the rest of it as W
             run(unit)
             return
-        is_last = not self.num_backwards_left(chunk) and not self.num_pending_weights(chunk)
+        is_last_action = not self.num_backwards_left(chunk) and not self.num_pending_weights(chunk)
         in_w = unit.deferred is not None
-        with self._sync.last_gradients(chunk, in_w) if is_last else nullcontext():
+        with self._sync.last_gradients(chunk, in_w) if is_last_action else nullcontext():
             run(unit)
             if in_w:
                 self._sync.after_weights(chunk)

@@ -196,8 +196,8 @@ class Runner:
             is_set = option.field and getattr(config, option.field) != DEFAULTS[option.field]
             if is_set or option.module in sys.modules or option.kind in self._kinds:
                 module, _, name = option.extension.partition(":")
-                kind: type[Extension] = getattr(importlib.import_module(module), name)
-                yield kind(config, lambda: self.plan_key.plan, self.pp_rank, self._session.watchdog)
+                extension_class: type[Extension] = getattr(importlib.import_module(module), name)
+                yield extension_class(config, lambda: self.plan_key.plan, self.pp_rank, self._session.watchdog)
 
     def agree(self, call: Call, what: str = "") -> None:
         """Check that all ranks of the pipeline make the same call. Collective over the pipeline, unless the arguments

@@ -1,4 +1,4 @@
-"""The state of a pipeline on one rank that outlives a step: its watchdog, and the channels to its neighbours."""
+"""What a pipeline keeps on one rank between steps: its watchdog, its channels, and its runners."""
 
 from __future__ import annotations
 
@@ -41,12 +41,11 @@ UNDER_WAY = (
 
 
 class Session:
-    """One pipeline on one rank, for as long as its process group is there.
+    """What the pipeline of one process group keeps between steps on this rank. It ends with its process group.
 
-    A failed step leaves messages under way that no rank will take, so it ends the pipeline. If a rank has finished its
-    part of the step when another rank fails, it raises where it clips gradients or steps its optimizer, or else in its
-    next step.
-    """
+    A failed step leaves messages on their way that no rank will take, so it ends the pipeline. If a rank has finished
+    its part of the step when another rank fails, it raises where it clips gradients or steps its optimizer, or else in
+    its next step."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         board = Board.current()
@@ -75,7 +74,7 @@ class Session:
         self._shared_in: dict[str, int] = {}
         self._is_device_shared = False
         self.runners: list[Any] = []
-        """What runs steps that were called alike before."""
+        """The runners of earlier steps, up to `MOST_RUNNERS`, the last used last."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Session:

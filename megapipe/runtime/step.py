@@ -16,7 +16,7 @@ import torch
 
 from .. import parallel_state
 from ..chunks import device_of
-from ..frameworks import Framework, Step, frameworks
+from ..frameworks import Step, frameworks
 from ..plan import AnySchedule, Schedule, StageInfo, find_schedule
 from ..stages import Call, Extension
 from ..structure import structure_of
@@ -41,8 +41,8 @@ def run_step(
     **arguments: Any,
 ) -> list[Any]:
     """Run one step. Takes the arguments of `ForwardBackward.__call__`, and returns the reports of the loss function."""
-    known = frameworks()
-    with one_step(pipeline_group(known, pg_collection, p2p_communicator)) as session:
+    in_use = frameworks()
+    with one_step(pipeline_group(in_use, pg_collection, p2p_communicator)) as session:
         models = chunks_of(model)
         if len(models) > 1:  # as Megatron's interleaved schedule
             arguments["decoder_seq_length"] = None
@@ -50,13 +50,13 @@ def run_step(
         call = Call(
             models=models,
             data_iterators=iterator_per_chunk(data_iterator, len(models)),
-            config=config_of(known, schedule, models, pg_collection),
+            config=config_of(in_use, schedule, models, pg_collection),
             device=device,
             num_tokens=torch.zeros((), dtype=torch.float64, device=device),
             structures=[*map(structure_of, models)],
             forward_only=is_forward_only(schedule, forward_only),
             schedule=schedule,
-            frameworks=known,
+            frameworks=in_use,
             **arguments,
         )
         check_call(call, len(session.ranks))
@@ -65,8 +65,8 @@ def run_step(
             runner = find_runner(schedule, call, session)
             try:
                 extensions = runner.prepare(call)
-                if known or call.config.broadcast_reports:
-                    _run_among(known, call, runner, extensions, session, keywords)
+                if in_use or call.config.broadcast_reports:
+                    _run_among(call, runner, extensions, session, keywords)
                 else:
                     runner.run(call, extensions)
                     are_counted = call.config.calculate_per_token_loss
@@ -102,12 +102,7 @@ def find_runner(schedule: Schedule, call: Call, session: Session | Alone) -> Run
 
 
 def _run_among(
-    known: Sequence[Framework],
-    call: Call,
-    runner: Runner,
-    extensions: Sequence[Extension],
-    session: Session | Alone,
-    keywords: dict[str, Any],
+    call: Call, runner: Runner, extensions: Sequence[Extension], session: Session | Alone, keywords: dict[str, Any]
 ) -> None:
     """Run a step in the contexts that frameworks put around its loops and its end. Broadcasts the reports if asked."""
     pp_size = len(session.ranks)
@@ -115,13 +110,13 @@ def _run_among(
     share: Callable[..., Any] = functools.partial(session.share, source=last_stage, device=call.device)
     step = Step(call, session.pp_rank, pp_size, last_stage, keywords, share)
     with ExitStack() as stack:
-        for framework in known:
+        for framework in call.frameworks:
             stack.enter_context(framework.around_loops(step))
         runner.run(call, extensions)
     if call.is_void:
         return
     with ExitStack() as stack:
-        for framework in known:
+        for framework in call.frameworks:
             stack.enter_context(framework.around_finalizing(step))
         if not call.forward_only:
             finalize_gradients(call.config, call.models, call.num_tokens, keywords)

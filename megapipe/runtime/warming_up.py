@@ -77,15 +77,15 @@ def warm_up(
             reached by another way than their modules' attributes (a list, a closure).
         PipelineError: when another rank failed.
     """
-    known = frameworks()
-    with one_step(pipeline_group(known, pg_collection, p2p_communicator)) as session:
+    in_use = frameworks()
+    with one_step(pipeline_group(in_use, pg_collection, p2p_communicator)) as session:
         models = chunks_of(model)
         call = Call(
             forward_step_func,
             [None if microbatch is None else itertools.repeat(microbatch)] * len(models),
             models,
             num_microbatches,
-            config=replace(config_of(known, schedule, models, pg_collection), timers=None),
+            config=replace(config_of(in_use, schedule, models, pg_collection), timers=None),
             device=device_of(models),
             num_tokens=torch.zeros((), dtype=torch.float64, device=device_of(models)),
             structures=[*map(structure_of, models)],
@@ -96,7 +96,7 @@ def warm_up(
             pipeline_inputs=pipeline_inputs,
             adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
             schedule=schedule,
-            frameworks=known,
+            frameworks=in_use,
         )
         check_call(call, len(session.ranks))
         runner = Runner(call_key(schedule, call), call, session)

@@ -62,8 +62,8 @@ class DeferredGrads(Backward):
     def __init__(self) -> None:
         self.saved: list[weakref[SavedTensor]] = []
         """Tensors that may have to be copied when B ends."""
-        # By autograd's number of the backward: B itself, and those that run within it (reentrant checkpoints). In each
-        # by the identity of the weight, since the hash of a tensor is a function of Python.
+        # By the id of autograd's graph task: B itself, and backwards that run within it (reentrant checkpoints). In
+        # each by the identity of the weight, since the hash of a tensor is a function of Python.
         self._running: dict[int, dict[int, Contributions]] = {}
         self._ended: dict[int, dict[int, Contributions]] = {}
         self._silenced = SilencedHooks()
@@ -95,41 +95,41 @@ class DeferredGrads(Backward):
         self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None
     ) -> None:
         """Store a weight gradient for W. `defer` explains the arguments."""
-        number = torch._C._current_graph_task_id()
-        if number not in self._running:
-            self._running[number] = {}
-            if number != -1:  # -1 is outside of any backward
-                Variable._execution_engine.queue_callback(functools.partial(self._end, number))
-        to_weights = self._running[number]
+        task_id = torch._C._current_graph_task_id()
+        if task_id not in self._running:
+            self._running[task_id] = {}
+            if task_id != -1:  # -1 is outside of any backward
+                Variable._execution_engine.queue_callback(functools.partial(self._end, task_id))
+        to_weights = self._running[task_id]
         contributions = to_weights.get(id(weight))
         if contributions is None:
             contributions = to_weights[id(weight)] = Contributions(weight)
             self._silenced.silence(weight)
         contributions.left.append((compute, add_to))
 
-    def _end(self, number: int) -> None:
+    def _end(self, task_id: int) -> None:
         """Called by autograd when a run of it ends. The gradients of B itself wait for W.
 
         A backward within B, run by a Function or in an overlap window, must have its gradients at once, since its
         caller may read them. Gradients of checkpoints can wait: the Function has `ctx.leaves_weight_grads`, or is in
         `CHECKPOINTS`."""
-        self._finalize(number)
+        self._finalize(task_id)
         within = torch._C._current_autograd_node()
         can_wait = within is None or hasattr(within, "leaves_weight_grads") or _is_checkpoint(within)
         if not can_wait:
-            done = {since: self._ended.pop(since) for since in list(self._ended) if since >= number}
+            done = {since: self._ended.pop(since) for since in list(self._ended) if since >= task_id}
             self._silenced.restore(*(one.weight for contributions in done.values() for one in contributions.values()))
             accumulate_all(done)
 
-    def _finalize(self, number: int) -> None:
-        contributions = self._ended[number] = self._running.pop(number)
+    def _finalize(self, task_id: int) -> None:
+        contributions = self._ended[task_id] = self._running.pop(task_id)
         for contribution in contributions.values():
             contribution.end()
 
     def _end_backward(self) -> None:
         """End B: give the hooks back, and copy saved tensors whose memory others hold too."""
-        for number in list(self._running):  # backwards that an error has ended
-            self._finalize(number)
+        for task_id in list(self._running):  # backwards that an error has ended
+            self._finalize(task_id)
         self._silenced.restore()
         copy_shared(self.saved)
         self.saved.clear()
@@ -146,8 +146,8 @@ class DeferredGrads(Backward):
 
     def run(self) -> None:
         """W: compute all remaining gradients, add them to the weights' gradients, and call each weight's hooks once."""
-        for number in list(self._running):
-            self._finalize(number)
+        for task_id in list(self._running):
+            self._finalize(task_id)
         ended, self._ended = self._ended, {}
         accumulate_all(ended)
 
