@@ -15,7 +15,8 @@ from ..timing import StepRecord
 
 
 class Timers(Extension):
-    """Timers around the loops of a step, each forward and each backward, stopped where what they time fails, too."""
+    """Runs Megatron's timers during the loops of a step, each forward and each backward. They are stopped after errors
+    too."""
 
     def begin(self, call: Call) -> AbstractContextManager[Any]:
         return self._timed("forward-backward", 1, barrier=self.config.barrier_with_L1_time)
@@ -40,7 +41,7 @@ class Timers(Extension):
 
 
 class Timeline(Extension):
-    """Writes the record of a training step, or of one of a schedule without backwards."""
+    """Records the times of a training step, or of a step of a schedule without backwards."""
 
     def takes_part(self, call: Call) -> bool:
         return call.schedule.forward_only or not call.forward_only
@@ -61,7 +62,7 @@ class Timeline(Extension):
 
 
 class _Recording:
-    """A monitor that writes down the times of what it accompanies."""
+    """A monitor that records the times of actions and waits."""
 
     def __init__(self, monitor: Any, record: StepRecord) -> None:
         self._monitor = monitor

@@ -213,7 +213,7 @@ class Session:
 
 
 class Alone:
-    """The session of the pipelines of one rank in one thread, which has no other to talk to."""
+    """The session of a pipeline with one rank, one for each thread: it keeps runners, and needs no channels."""
 
     pp_rank, ranks = 0, [0]
     watchdog = None
@@ -223,7 +223,7 @@ class Alone:
 
     @classmethod
     def of_this_thread(cls) -> Alone:
-        """Steps of two threads at the same time have a runner each."""
+        """The session of this thread. Steps in two threads at the same time need runners of their own."""
         if not hasattr(_this_thread, "alone"):
             _this_thread.alone = cls()
         alone: Alone = _this_thread.alone
@@ -231,7 +231,7 @@ class Alone:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step. Raises as that of `Session` does."""
+        """The context of one step. Raises what `Session.step` does."""
         if getattr(_this_thread, "is_in_step", False):
             raise ValueError(UNDER_WAY)
         _this_thread.is_in_step = True
@@ -247,10 +247,10 @@ class Alone:
 
 @contextmanager
 def one_step(group: dist.ProcessGroup | None) -> Iterator[Session | Alone]:
-    """Around all that ranks do together in a step, or in the warm-up.
+    """The context of a step or of a warm-up. Gives the session.
 
     Args:
-        group: of the pipeline.
+        group: the process group of the pipeline; None for one rank.
     """
     session = Alone.of_this_thread() if group is None or group.size() == 1 else Session.of(group)
     try:
@@ -261,8 +261,8 @@ def one_step(group: dist.ProcessGroup | None) -> Iterator[Session | Alone]:
 
 
 def _number_of(group: dist.ProcessGroup) -> int:
-    """Which one of the groups of the same ranks this is: the same on all of these, who made them in one order. The
-    name of a group need not be."""
+    """The number of this group among all groups of the same ranks. It is the same on all of these ranks, since they
+    made the groups in one order. The name of a group may differ between ranks."""
     ranks = dist.get_process_group_ranks(group)
     alike = [other for other, members in list(_world.pg_group_ranks.items()) if list(members) == ranks]
     return alike.index(group)

@@ -22,22 +22,24 @@ class Forward(NamedTuple):
 
     stage: Stage
     unit: UnitState
-    """Its input has arrived."""
+    """Its input has arrived already."""
     extra: tuple[bool, ...]
     done: Callable[[], None]
-    """Called as soon as the output is held no more: else it is copied."""
+    """Called at the end of the forward, when nothing else holds the output: then it is sent without a copy."""
 
 
 def run_pair(
     forward: Forward, backward: Stage, run_backward: ActionFunction, unit: UnitState, fill: Callable[[UnitState], None]
 ) -> None:
-    """Run a forward and B of a unit in segments.
+    """Run a forward in segments, in the overlap windows of a backward of another unit.
 
-    A forward that `forward_step_func` has run by itself is not overlapped.
+    If `forward_step_func` has run the whole forward at once, the two run one after the other.
 
     Args:
-        run_backward: the B of that stage.
-        fill: called with a unit in those of its windows in which the other does not run.
+        backward: the stage of the backward.
+        run_backward: the function of its B.
+        unit: the unit that goes backward.
+        fill: called with a unit in its windows in which the other action has nothing to run.
     """
     stage = forward.stage
     with filling_windows(lambda: fill(forward.unit)):
