@@ -403,9 +403,9 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
     # n(F0 F1 B1 B0 W W), in an order that depends on the rank.
     block = dict(zip(starts, ((F, 0), (F, 1), (B, 1), (B, 0))))
     for now in range(starts[-1] + 6 * pipe.num_microbatches):
-        for start, (step, chunk) in block.items():
+        for start, (action, chunk) in block.items():
             if (now - start) % 6 == 0 and 0 <= now - start < 6 * pipe.num_microbatches:
-                step(pipe, chunk)
+                action(pipe, chunk)
                 break
         else:
             W(pipe)

@@ -102,12 +102,12 @@ class FirstStep:
     def warn_of_what_is_not_trained(self, gradients_in_params: bool) -> None:
         if not self._has_run_backward:  # which has been said, here or by the stage that hands back no gradient
             return
-        number = self.stage.info.index
+        index = self.stage.info.index
         trainable = [(name, p) for name, p in named_parameters(self.stage.module) if p.requires_grad]
         without = [name for name, parameter in trainable if gradients_in_params and not _has_gradient(parameter)]
         if without:
             warn(
-                f"{_listed(without)} of stage {number} got no gradient in a whole step, since no loss of it depends on "
+                f"{_listed(without)} of stage {index} got no gradient in a whole step, since no loss of it depends on "
                 "them: freeze what is not to be trained by requires_grad_(False)",
                 NoGradientWarning,
             )

@@ -28,7 +28,7 @@ class Forward(NamedTuple):
     """Called at the end of the forward, when nothing else holds the output: then it is sent without a copy."""
 
 
-def run_pair(
+def run_overlapped(
     forward: Forward, backward: Stage, run_backward: ActionFunction, unit: UnitState, fill: Callable[[UnitState], None]
 ) -> None:
     """Run a forward in segments, in the overlap windows of a backward of another unit.

@@ -396,10 +396,10 @@ class Stage:
 
     def _warn_of_no_gradient(self, what: str, inputs: list[Tensor]) -> None:
         if inputs or self._is_trained:
-            number = self.info.index
-            whom = f"stages 0 to {number} are" if number else "it is"
+            index = self.info.index
+            whom = f"stages 0 to {index} are" if index else "it is"
             self._warn(
-                f"the {what} of stage {number} has no gradient (detached, or computed under no_grad?), so {whom} not "
+                f"the {what} of stage {index} has no gradient (detached, or computed under no_grad?), so {whom} not "
                 "trained by it"
             )
 
