@@ -1,4 +1,4 @@
-"""Schedules as their users see them: under a name, and called once for each step."""
+"""Schedules as their users see them: found by name, and called once in each step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class ForwardBackward(Schedule):
     @classmethod
     @functools.cache
     def of(cls, schedule: Schedule) -> ForwardBackward:
-        """The schedule itself, or one like it that can be called: a plan that is read is a schedule without a call."""
+        """Returns a schedule that can be called: `schedule` itself, or a copy of it. A schedule that is loaded from a
+        file of a plan has no `__call__`."""
         if isinstance(schedule, cls):
             return schedule
         return cls(**{field.name: getattr(schedule, field.name) for field in fields(schedule)})
@@ -117,41 +118,43 @@ class ForwardBackward(Schedule):
                 `(output, loss_func)`. The loss function is used on the last stage only: `loss_func(output)` returns
                 `(loss, report)`, and the loss is divided by `num_microbatches`; or `(loss, num_tokens, report)`, and
                 it is divided by `num_tokens` and by `num_microbatches`, or by neither with `calculate_per_token_loss`.
-                Where `config.num_sequence_slices` cuts sequences, both are called for each slice (`megapipe.slices`
-                tells which), and a slice's loss and tokens are its part of the microbatch's: they are added up.
-            data_iterator: passed to `forward_step_func`. A list holds one per chunk; a single one is read by each
-                chunk from the same place. It gives all slices of a microbatch the same items, those that the first of
-                them reads, where it is an iterator. Read only where the model needs data: None will do elsewhere.
-            model: the rank's chunk, or the list of them, in the order of `stages_for_rank`. A chunk behind the first
-                stage has `set_input_tensor(input)`, which is called before each forward, and before a backward that may
-                compute it again, with what the stage before returned: a list with the tensor in it, or the list, tuple
-                or dict. Its `config` has the fields of `PipelineConfig`. Wrappers with a `module` are looked through.
+                If `config.num_sequence_slices` cuts sequences, both are called for each slice (`megapipe.slices` tells
+                which). The losses and token counts of the slices of a microbatch are added up.
+            data_iterator: passed to `forward_step_func`. A list holds one for each chunk. A single iterator is copied
+                (as by itertools.tee), so that every chunk sees all items. All slices of a microbatch get the items that
+                its first slice reads. On stages that read no data it may be None.
+            model: the rank's chunk, or the list of its chunks, in the order of `stages_for_rank`. A chunk after the
+                first stage has a method `set_input_tensor(input)`, as in Megatron. It is called before each forward,
+                and again before a backward that recomputes. `input` is [tensor], or the list, tuple or dict that the
+                previous stage returned. The chunk's `config` has the fields of `PipelineConfig`. Wrappers with an
+                attribute `module` may be around a chunk.
             num_microbatches: any number from 1 on. May change from step to step.
             seq_length, micro_batch_size: the tensor between stages is [seq_length, micro_batch_size, hidden_size],
-                as in Megatron. Where they are not passed, nor the model computes its shapes, shapes are found in the
-                first step, and stay so in all steps that are given the same sizes.
-            decoder_seq_length: takes the place of `seq_length` where a rank has one chunk. With several it is ignored,
-                as by Megatron's interleaved schedule.
-            forward_only: no gradients; nothing is kept for a backward. The loss is not looked at then, so it may be a
-                plain number. On the last stage `loss_func` may be None, and the outputs are returned.
+                as in Megatron. If they are not passed and the model does not compute its shapes, shapes are found in
+                the first step. They are used again in all steps with the same values of these arguments.
+            decoder_seq_length: used in place of `seq_length` if a rank has one chunk. With several chunks it is
+                ignored, as by Megatron's interleaved schedule.
+            forward_only: no gradients; nothing is kept for a backward. The loss is not used then, so it may be a plain
+                number. On the last stage `loss_func` may be None; the outputs are returned then.
             collect_non_loss_data: with `forward_only`, call `loss_func(output, non_loss_data=True)` and return what it
                 returns.
             first_val_step: with `forward_only`, whether to call the model's `set_is_first_microbatch`.
             adjust_tensor_shapes_fn: takes and returns the lists of shapes received and sent.
-            p2p_communicator, pg_collection: where `pg_collection.pp` or `p2p_communicator.pp_group` is there, it is
-                the pipeline's process group; otherwise that is `parallel_state`'s.
-            force_all_reduce, pg_collection: passed on to `finalize_model_grads_func` where it takes them.
-            pipeline_inputs: what one step of the whole pipeline is given, for models that compute their shapes from
-                it. None stands for {"input_ids": [num_microbatches * micro_batch_size, seq_length]}.
+            p2p_communicator, pg_collection: `pg_collection.pp` or `p2p_communicator.pp_group` is the pipeline's process
+                group; without both it is that of `parallel_state`.
+            force_all_reduce, pg_collection: passed on to `finalize_model_grads_func` if it takes them.
+            pipeline_inputs: the inputs of one step of the whole pipeline, for models that compute their shapes from
+                them. None stands for {"input_ids": [num_microbatches * micro_batch_size, seq_length]}.
 
         Returns:
-            On the rank of the last stage the reports, in microbatch order; elsewhere an empty list, unless
-            `config.broadcast_reports` is set. Megatron's trainers read them on the last rank, and find them there under
-            V placement too. Of the slices of a microbatch, tensors and numbers in the reports are added up, and of
-            anything else the last is taken; outputs returned in place of reports are a list of the slices' own.
+            On the rank of the last stage the reports, in microbatch order; on other ranks an empty list, unless
+            `config.broadcast_reports` is set. (Megatron's trainers read them on the last rank, and find them there
+            under V placement too.) The reports of the slices of a microbatch become one: tensors and numbers are added
+            up, of anything else the last is taken. Outputs returned in place of reports are a list, one for each slice.
 
         Raises:
-            ValueError, TypeError: for wrong arguments, before anything is computed; on every rank where they disagree.
+            ValueError, TypeError: arguments are wrong (raised before anything is computed), or ranks disagree on them
+                (raised on every rank).
             PipelineError: when another rank failed, or a message did not come within `config.timeout` seconds.
         """
         arguments = {**locals()}
@@ -176,10 +179,10 @@ def schedule(
     min_chunks: int = 1,
     slices: bool = False,
 ) -> Callable[[Callable[[Verbs], Any]], ForwardBackward]:
-    """Make a function of the verbs a schedule that can be trained with, recorded, and found by its name.
+    """Make a schedule of a function that calls verbs. It can be trained with, recorded, and found by its name.
 
-    The keywords are the attributes of `megapipe.plan.Schedule`. One with `slices` counts in slices of sequences
-    (`pipe.num_units`), and so can cut them.
+    The keywords are the attributes of `megapipe.plan.Schedule`. With `slices=True` the function counts in units
+    (`pipe.num_units`), so that sequences can be cut into slices.
     """
 
     def decorate(loops: Callable[[Verbs], Any]) -> ForwardBackward:
@@ -201,16 +204,17 @@ def get_forward_backward_func(
     """The function that runs one step of a schedule: forward and backward of all microbatches.
 
     Args:
-        name: one of the schedules' names, or a plan to run: a `Plan`, or a path to a file of one (.json, .csv, .txt;
-            see `megapipe.plan.find_schedule`). None takes the environment variable MEGAPIPE_SCHEDULE, and without it
-            what Megatron would take: no_pipelining on one rank, else interleaved_1f1b with virtual stages and 1f1b
-            without. A number is Megatron's first argument, `pp_size`.
-        pp_size, vp_size: pipeline ranks and virtual stages to choose by, as in Megatron: where both are None they come
-            from `parallel_state`, else each is taken as it is.
-        schedule_pg_collection: the groups, as in Megatron, which looks only for pipelines of several models in it.
+        name: the name of a schedule, or a plan to run: a `Plan`, or a path to a file of one (.json, .csv, .txt; see
+            `megapipe.plan.find_schedule`). None: the environment variable MEGAPIPE_SCHEDULE; if that is not set, the
+            schedule that Megatron would take: no_pipelining on one rank, else interleaved_1f1b with virtual stages and
+            1f1b without. A number is taken for Megatron's first argument, `pp_size`.
+        pp_size, vp_size: the pipeline ranks and virtual stages to choose the schedule by, as in Megatron. If both are
+            None they come from `parallel_state`.
+        schedule_pg_collection: the process groups, as in Megatron. They are only checked: pipelines of several models
+            are refused.
 
     Raises:
-        ValueError: there is no schedule of that name, a file holds no plan, or the groups are those of several models.
+        ValueError: there is no schedule of that name, a file holds no plan, or the groups are of several models.
         ScheduleError: the plan cannot run.
         TypeError: `pp_size` is given twice.
     """

@@ -36,7 +36,7 @@ class Check(NamedTuple):
 
 
 def check_whole_number(name: str, value: Any, least: int) -> None:
-    """Raises ValueError where `value` is none."""
+    """Raises ValueError if `value` is not a whole number of at least `least`."""
     if not is_whole_number(value, least):
         raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}.")
 
@@ -186,44 +186,46 @@ class PipelineConfig:
         of host memory and gloo, where GPUs cannot reach each other, or several ranks share one. None: "host" where two
         ranks of the pipeline are on one GPU, otherwise "nccl".""")
     p2p_max_ctas: int = setting(4, whole(1), """Over NCCL, multiprocessors that a message may occupy while it travels,
-        and channels of NCCL that it travels by. With more, a large message takes less time over NVLink, and
-        computations beside it more. NCCL_MAX_CTAS in the environment overrules it.""")
+        and channels of NCCL that it travels by. More make large messages over NVLink faster, and computations that run
+        at the same time slower. NCCL_MAX_CTAS in the environment overrules it.""")
     timeout: float = setting(600.0, SECONDS, """Seconds that a rank may wait for one message before the step fails with
         a report of where every rank is. The same on all ranks.""")
 
     # Schedules
     num_sequence_slices: int = setting(1, whole(1), """How many slices each sequence is cut into, by schedules that can
-        (seq1f1b and its kin). `forward_step_func` is then called for each slice, and what it and its layers do with it,
-        they ask `megapipe.slices`. The loss of a slice is its part of the microbatch's: normalise it by all of that's
-        positions, or return 3-tuples.""")
-    sequence_slice_lengths: Sequence[int] | None = setting(None, LENGTHS, """The length of each slice, adding up to
-        seq_length. None: as equal as can be.""")
+        ("seq" is in their names). `forward_step_func` is then called for each slice, and layers read the current
+        slice from `megapipe.slices`. Losses of slices are added up: divide the loss of a slice by the number of
+        positions of the whole sequence, or return 3-tuples.""")
+    sequence_slice_lengths: Sequence[int] | None = setting(None, LENGTHS, """The length of each slice. They add up to
+        seq_length. None: as equal as possible.""")
     microbatch_group_size_per_vp_stage: int | None = setting(None, whole(1), """Microbatches that interleaved schedules
-        run through a chunk before they turn to the next: the number of pipeline ranks or more. More hides slow messages
-        at the price of activation memory. None: the number of pipeline ranks.""")
-    max_in_flight: float | None = setting(None, number("a finite number of microbatches, and no bytes"), """Most
-        microbatches that a rank may hold, from F to W, in whole ranks (a chunk is its share of one). More let some
-        schedules (1f1b, zb1p, zb2p, the interleaved ones) start further ahead and wait less. None: as many as the
-        schedule holds by itself.""")
-    min_pending_weights: int = setting(0, whole(0), """As many Ws of a rank stay pending until its last B is done. In
-        the overlap windows of Fs and Bs (`megapipe.overlap`) their products run while communication is under way. Each
-        holds the activations of a chunk. Schedules have some pending by themselves.""")
-    max_pending_weights: int | None = setting(None, whole(0), """Most Ws of a rank that stay pending after a B. Fewer
-        hold fewer activations, at the price of time: with 0 each W follows its B at once. None: as many as the schedule
-        has, or 1 with `recompute` or `offload_activations`.""")
-    recompute: str | int | Sequence[str | int | None] | None = setting(None, RECOMPUTE, """What of a chunk's activations
-        is not kept from F to B, but computed again by an action of its own (R), which comes before its B waits for a
-        gradient: "all"; or the number of the chunk's last layers, where it has an nn.ModuleList or nn.Sequential of
-        them; or a sequence with one of these, or None, for each stage of the pipeline. An F that its B follows at once
-        keeps them all the same. Calls are run again with their random numbers and autocast. None: nothing.""")
-    offload_activations: float | None = setting(None, number("more than 0", 0), """The time to copy to host memory what
-        an F saves, over the time of that F. Activations are moved there while they wait for their B: those that lower
-        the peak, and are back in time where F, B and W take equally long. None: they stay.""")
-    max_gathered_chunks: int | None = setting(None, whole(1), """Chunks of a rank, sharded by `fully_shard`, whose
-        parameters are gathered at a time: that of the action and those that come next by the plan, which are gathered
-        ahead. The others are sharded, and gathered again. None: each is gathered once in a step.""")
-    weights_per_window: int = setting(1, whole(0), """Gradients deferred to pending Ws, one product of matrices each,
-        that are computed in an overlap window of an F or a B. More fit where windows are long.""")
+        run through a chunk before they turn to the next: at least the number of pipeline ranks (of slices: ranks /
+        slices). More hide slow messages, and take more activation memory. None: the smallest number that works, or the
+        largest that `max_in_flight` allows.""")
+    max_in_flight: float | None = setting(None, number("a finite number of microbatches, and no bytes"), """The most
+        that a rank may hold, from F to W: 1.0 is the activations of one microbatch in all chunks of a rank, so one
+        chunk of v counts 1/v. More let some schedules (1f1b, zb1p, zb2p, the interleaved ones) start further ahead and
+        wait less. None: what the schedule needs.""")
+    min_pending_weights: int = setting(0, whole(0), """At least this many Ws of a rank stay pending until its last B.
+        They are computed in the overlap windows of Fs and Bs (`megapipe.overlap`), while communication is under way.
+        Each holds the activations of a chunk. Some schedules keep Ws pending without it.""")
+    max_pending_weights: int | None = setting(None, whole(0), """At most this many Ws of a rank are pending after a B.
+        Fewer hold fewer activations, and may cost time: with 0 each W follows its B at once. None: what the schedule
+        needs, or 1 with `recompute` or `offload_activations`.""")
+    recompute: str | int | Sequence[str | int | None] | None = setting(None, RECOMPUTE, """Which activations of a chunk
+        are not kept from F to B, but recomputed by an action of its own (R), which runs while B's gradient is on its
+        way: "all"; or a number of the chunk's last layers, if it has an nn.ModuleList or nn.Sequential of them; or a
+        sequence with one of these, or None, for each stage of the pipeline. An F that its B follows at once keeps its
+        activations. Layers are run again with the same random numbers and autocast. None: nothing is recomputed.""")
+    offload_activations: float | None = setting(None, number("more than 0", 0), """A ratio of times (such as 0.5): the
+        time to copy to host memory what an F saves, divided by the time of that F. With it, activations are moved to
+        host memory while they wait for their B: those that lower the peak and can be back in time, if F, B and W take
+        equally long. None: they stay in device memory.""")
+    max_gathered_chunks: int | None = setting(None, whole(1), """How many chunks of a rank, sharded by `fully_shard`,
+        may have their parameters gathered at a time: that of the current action, and those that the plan runs next,
+        which are gathered ahead. The others are sharded, and gathered again. None: each is gathered once in a step.""")
+    weights_per_window: int = setting(1, whole(0), """How many deferred weight gradients, one matrix product each, are
+        computed in one overlap window of an F or a B. Long windows have room for more.""")
 
     # Loss, gradients and weights
     broadcast_reports: bool = setting(False, BOOL, """Every rank of the pipeline gets the reports of the loss function,
@@ -298,8 +300,8 @@ class PipelineConfig:
 @_documented
 @dataclass
 class StepConfig(PipelineConfig):
-    """The settings of a step: those of `PipelineConfig`, and what is read besides where the config is another object,
-    such as Megatron's."""
+    """The settings of a step: those of `PipelineConfig`, and fields that are read only from other configs, such as
+    Megatron's."""
 
     # Read from Megatron's config
     hidden_size: int | None = setting(None, whole(1), """Last dimension of the tensor between stages, where the model
@@ -307,8 +309,8 @@ class StepConfig(PipelineConfig):
     sequence_parallel: bool = setting(False, BOOL, "Tensor-parallel ranks divide the sequence length of that tensor.")
     tensor_model_parallel_size: int = setting(1, whole(1), "Tensor-parallel ranks.")
     context_parallel_size: int = setting(1, whole(1), "Context-parallel ranks, which divide that sequence length too.")
-    overlap_p2p_comm: bool = setting(True, BOOL, """Post receives before they are asked for; with False as
-        `p2p_lookahead=0`.""")
+    overlap_p2p_comm: bool = setting(True, BOOL, """Whether receives are posted before they are needed. False has the
+        effect of `p2p_lookahead=0`.""")
     no_sync_func: Any = setting(None, FUNCTIONS, """Returns a context without data-parallel gradient synchronisation; or
         a list, one per chunk.""")
     param_sync_func: Any = setting(None, FUNCTIONS, """Called with a chunk's parameters before it is first used in a
@@ -321,7 +323,7 @@ class StepConfig(PipelineConfig):
         everything is to be recomputed (https://arxiv.org/abs/2205.05198, appendix C).""")
     timers: Any = setting(None, FUNCTION, """Megatron's timers: `timers(name, log_level=...)` returns an object with
         `start(barrier=...)` and `stop()`.""")
-    barrier_with_L1_time: bool = setting(True, BOOL, "What that `barrier` is.")  # noqa: N815
+    barrier_with_L1_time: bool = setting(True, BOOL, "Passed to these timers as `barrier=`.")  # noqa: N815
 
 
 # fmt: on
@@ -329,33 +331,38 @@ DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(StepConfig)}
 
 
 class Option(NamedTuple):
-    """An option that takes part in steps by an extension. Its room is imported where it is set."""
+    """An option that takes part in a step by an `Extension`, if one of `field`, `module` and `kind` says so. The module
+    of the extension is imported only then."""
 
     extension: str
+    """Where the class is: "module:name"."""
     field: str = ""
-    """Set to something else than its default."""
+    """The option is used if this field of the config differs from its default."""
     module: str = ""
-    """Or imported."""
+    """The option is used if this module has been imported."""
     kind: str = ""
-    """Or in a plan that is run."""
+    """The option is used if the plan that is run has this kind of action."""
 
 
 OPTIONS = (
     Option("megapipe.options.fully_shard:FullyShard", module="torch.distributed.fsdp"),
-    Option("megapipe.options.around:Autocast", "enable_autocast"),
+    Option("megapipe.options.autocast:Autocast", "enable_autocast"),
     Option("megapipe.options.activations:Recompute", "recompute", kind="R"),
     Option("megapipe.options.activations:Offloading", "offload_activations", kind="O"),
     Option("megapipe.options.post_validation:PostValidation", "post_validated_optimizer"),
     Option("megapipe.options.slicing:Slices", "num_sequence_slices"),
-    Option("megapipe.options.around:Timers", "timers"),
-    Option("megapipe.options.around:Timeline", "record_timeline"),
+    Option("megapipe.options.timers:Timers", "timers"),
+    Option("megapipe.options.timers:Timeline", "record_timeline"),
 )
-"""The options, in the order in which they are composed, the last one outermost."""
+"""All options, in the order in which their wrappers are nested: the last one is outermost."""
 
 
 def common_config(configs: Iterable[Any]) -> Any:
-    """The config of a rank's first chunk that has one, which is that of all. Raises ValueError where another chunk's
-    has a setting of its own."""
+    """Returns the config of a rank's first chunk that has one: all chunks of a rank must share one config.
+
+    Raises:
+        ValueError: the config of another chunk has another value.
+    """
     first = None
     for other in configs:
         first = other if first is None else first

@@ -1,4 +1,5 @@
-"""Frameworks around megapipe, whose rules a step follows where they are in use. The core knows none of them by name."""
+"""Frameworks that megapipe is used with, such as Megatron-LM. If one is imported, steps follow its rules. The core
+knows none by name: integrations are listed in `ties`."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Framework:
-    """The ties to a framework. By itself each leaves a step as it is."""
+    """The hooks of an integration. Without an override none changes a step."""
 
     def groups(self) -> Any:
         """Its process groups, as `parallel_state.Groups`; None where it has none."""
@@ -80,13 +81,14 @@ ties: dict[str, str] = {}
 
 
 def frameworks() -> list[Framework]:
-    """Those whose package has been imported."""
+    """The frameworks in use: those whose package has been imported."""
     return [importlib.import_module(tie).framework for package, tie in ties.items() if package in sys.modules]
 
 
-def find_cut(model: Any, known: Sequence[Framework]) -> Callable[[ForwardStep], ForwardStep] | None:
-    """What cuts the forwards of a chunk into segments, if one of these frameworks does."""
-    for framework in known:
+def find_cut(model: Any, in_use: Sequence[Framework]) -> Callable[[ForwardStep], ForwardStep] | None:
+    """Returns what the first of these frameworks that can do so cuts the forwards of a chunk into segments by; None if
+    none can."""
+    for framework in in_use:
         if (cut := framework.find_cut(model)) is not None:
             return cut
     return None

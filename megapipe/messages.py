@@ -11,8 +11,8 @@ import torch
 
 from .trees import KEYS, describe, holds_values, rebuild, show
 
-# Of tensors alone, in one container at most: "tensor", "list", "tuple", or the keys of a dict. Of anything else: its
-# description, which begins with a bracket.
+# The container of a message: "tensor", "list" or "tuple", or the keys of a dict, if it holds nothing but tensors. For
+# any other message it is the text of `trees.describe`, which begins with a bracket.
 Structure = str | tuple[str | int, ...]
 
 
@@ -34,7 +34,7 @@ def can_have_gradient(dtype: torch.dtype) -> bool:
 
 
 class MessageSpec(NamedTuple):
-    """Everything a receiver must know about a message before it arrives."""
+    """What a receiver must know about a message before it arrives: its container, and the shapes and dtypes."""
 
     structure: Structure
     tensors: tuple[TensorSpec, ...]
@@ -44,17 +44,18 @@ class MessageSpec(NamedTuple):
         """The size of its tensors, in bytes."""
         return _nbytes(self.tensors)
 
-    def gradient(self) -> MessageSpec:
-        """The message that goes back for this one."""
+    def gradient_spec(self) -> MessageSpec:
+        """The spec of the message that carries the gradients of this one back."""
         return MessageSpec("list", tuple(t for t in self.tensors if t.differentiable))
 
     def may_change(self, forward_only: bool) -> bool:
-        """Whether another message of the same sizes may have a gradient where this has none, or hold other values."""
+        """Whether a later message with the same sizes may differ: require a gradient for a tensor that has none here,
+        or hold other plain values."""
         without = any(can_have_gradient(t.dtype) and not t.differentiable for t in self.tensors)
         return (without and not forward_only) or (isinstance(self.structure, str) and holds_values(self.structure))
 
     def fits(self, structure: Structure, tensors: list[torch.Tensor]) -> bool:
-        """Whether a message can be sent as one of these."""
+        """Whether a message with these tensors may be sent to a receiver that expects this spec."""
         if structure != self.structure or len(tensors) != len(self.tensors):
             return False
         for tensor, (shape, dtype, differentiable) in zip(tensors, self.tensors):
@@ -91,15 +92,16 @@ def pack(message: Any) -> tuple[Structure, list[torch.Tensor]]:
     """A message as its structure and its tensors. A list of one tensor counts as that tensor.
 
     Raises:
-        TypeError: it holds more than containers, tensors and plain values. The text goes on after "the output ...: ".
+        TypeError: it holds other objects than containers, tensors and plain values. The text is to complete the
+            sentence "the output ... cannot be sent on: ".
     """
     if isinstance(message, torch.Tensor):
         return "tensor", [message]
-    kind = type(message)
-    if kind is tuple or kind is list:
+    container = type(message)
+    if container is tuple or container is list:
         tensors: list[Any] = list(message)
-        structure: Structure = "tuple" if kind is tuple else "tensor" if len(tensors) == 1 else "list"
-    elif kind is dict:
+        structure: Structure = "tuple" if container is tuple else "tensor" if len(tensors) == 1 else "list"
+    elif container is dict:
         structure, tensors = tuple(message), list(message.values())
         if not all(type(key) in KEYS for key in structure):
             return describe(message)  # which says what is wrong
@@ -111,10 +113,10 @@ def pack(message: Any) -> tuple[Structure, list[torch.Tensor]]:
 
 
 def check_sendable(tensor: torch.Tensor, device: torch.device) -> None:
-    """Check that it is plain memory on a device of this type: a transport knows nothing else.
+    """Check that a tensor is plain memory on a device of this type: transports can send nothing else.
 
     Raises:
-        TypeError: it is not. The text goes on after "the output ...: ".
+        TypeError: it is not. The text is to complete the sentence "the output ... cannot be sent on: ".
     """
     what = None
     if tensor.is_nested:
@@ -132,8 +134,8 @@ def check_sendable(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def unshared(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy if others hold its memory, and may write to it: autograd, which may make it some parameter's `.grad`, a
-    Function that uses its result again, or a model that keeps its output."""
+    """Returns the tensor, or a copy of it if others hold its memory too and may write to it: autograd (as some
+    parameter's `.grad`), a Function that uses its result again, or a model that keeps its output."""
     storage = tensor.untyped_storage()
     return tensor.clone() if torch._C._storage_Use_Count(storage._cdata) > 2 else tensor  # one is `storage`
 
@@ -159,12 +161,10 @@ HEADER = MessageSpec("tensor", (TensorSpec((1024,), torch.uint8, False),))
 
 @functools.lru_cache(maxsize=256)
 def encode_header(spec: MessageSpec) -> torch.Tensor:
-    """
-    Returns:
-        A tensor of 1024 bytes.
+    """Returns a spec as a header: a tensor of 1024 bytes.
 
     Raises:
-        ValueError: the spec takes more.
+        ValueError: the spec does not fit.
     """
     tensors = [(t.shape, str(t.dtype).removeprefix("torch."), t.differentiable) for t in spec.tensors]
     text = json.dumps([spec.structure, tensors], separators=(",", ":")).encode()
@@ -182,6 +182,7 @@ def encode_header(spec: MessageSpec) -> torch.Tensor:
 
 
 def decode_header(header: torch.Tensor) -> MessageSpec:
+    """Returns the spec that a header holds."""
     return _parse_header(bytes(header.tolist()))
 
 

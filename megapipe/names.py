@@ -61,7 +61,7 @@ NAMES: dict[str, dict[str, str]] = {
         "side_effects": "setting_no_random_state",
         "split": "SplitBackward WeightGradient split_di_dw",
     },
-    "megapipe.options": {"activations": "Recompute", "around": "Autocast"},
+    "megapipe.options": {"activations": "Recompute", "autocast": "Autocast"},
     "megapipe.overlap": {
         "collectives": "Pending start_all_gather start_all_reduce start_all_to_all start_reduce_scatter",
         "segments": "Segments find_forward_segments in_segments run_segments",
@@ -70,6 +70,7 @@ NAMES: dict[str, dict[str, str]] = {
     "megapipe.plan": {
         "files": "load_plan load_stage_bytes parse_json read_text",
         "finding": "AnySchedule find_schedule",
+        "gathering": "gathered_chunks",
         "kinds": "FORWARD KINDS LOAD OFFLOAD RECOMPUTE WEIGHTS Kind",
         "making": "make_plan",
         "measured": "RankStep Wait",
@@ -80,7 +81,6 @@ NAMES: dict[str, dict[str, str]] = {
         "planned": "loops_of",
         "recorder": "ChannelName Event record",
         "registry": "ELSEWHERE Schedule nearest register schedule_names",
-        "residency": "gathered_chunks",
         "simulation": "Costs Simulation Span play simulate",
         "standstill": "Standstill record_partly stand_still whole_units",
         "verbs": "Action ScheduleError Settings Verbs actions_of unit_in_words",
@@ -107,13 +107,13 @@ NAMES: dict[str, dict[str, str]] = {
     "megapipe.stages": {
         "call": "Call",
         "delayed": "find_delayed",
-        "extension": "Extension Run",
+        "extension": "ActionFunction Extension",
         "loss": "Loss call_loss_func divide_loss",
         "notices": "NoGradientWarning TrainingWarning UnsplitBackwardWarning warn",
-        "overlapped": "Forward run_pair",
+        "overlapped": "Forward run_overlapped",
         "pipeline_stage": "PipelineStage as_sent",
         "stage": "Stage",
-        "unit": "Unit edge_of",
+        "unit": "UnitState edge_of",
     },
     "megapipe.timing": {
         "records": "Clock CudaEvents HostClock StepRecord clock_of",

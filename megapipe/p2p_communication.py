@@ -1,12 +1,12 @@
 """Messages between stages: one channel per stage boundary and direction, and a link at each of its ends.
 
-A channel carries one kind of message one way, and every chunk handles its microbatches in order, so the order of
-sends and receives on a channel always matches, whatever the schedule does in between; a late receiver delays that
-channel only. A step can therefore wait only for data, and data dependencies have no cycle.
+A channel carries one kind of message in one direction, and every chunk handles its microbatches in order. So sends and
+receives on a channel always match, whatever the schedule does in between. A step can therefore wait only for data, and
+data dependencies have no cycle.
 
-Where a transport knows messages by their order alone (NCCL), the channels from one rank to another share a
-communicator, and their receives are posted in the order in which the sender sends, which the plan tells: a `Line` for
-each peer.
+Over gloo channels are independent: a late receive delays its own channel only. Over NCCL all channels from one rank to
+another share one NCCL communicator, which matches messages by their order. So their receives are posted in the order in
+which the sender sends. The plan tells that order; a `Line` for each peer keeps it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from .plan import ChannelName, Placement
 
 
 class ConnectionLostError(RuntimeError):
-    """The transport gave up on a message: its other end is gone, or the connection was aborted."""
+    """A message cannot be delivered: the other rank is gone, or the connection was aborted."""
 
     @classmethod
     def of(cls, error: RuntimeError) -> ConnectionLostError:
-        """The error for a transport's own one, which is shortened to one line."""
+        """Make the error from one that a transport raised. Of its text the first line is kept."""
         return cls(str(error).partition("\n")[0])
 
 
 class Transfer:
-    """Tensors on their way to or from another rank, with the handles to wait for. Owns the tensors until then."""
+    """One message on its way: its tensors, and the handles of the receives to wait for. It owns the tensors until
+    then."""
 
     __slots__ = ("_works", "spec", "tensors")
 
     def __init__(self, spec: MessageSpec | None, tensors: list[torch.Tensor], works: Sequence[Any] = ()) -> None:
         self.spec = spec
-        """The spec of the expected message; None where it is not needed (sends, gradients)."""
+        """The spec of the message. None if nobody reads it: that of gradients."""
         self.tensors = tensors
         self._works = works
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait until the tensors may be used: the host on CPU, only the current stream on a device.
+        """Wait until the tensors may be used, and return them. On CPU the host waits, on a GPU only the current stream.
 
         Raises:
             ConnectionLostError: the message will not come.
@@ -59,7 +60,7 @@ class Transfer:
 
 
 class Channel(ABC):
-    """One way from this rank to a peer, or from the peer to this rank."""
+    """Messages in one direction: from this rank to a peer, or from the peer to this rank."""
 
     @abstractmethod
     def send(self, tensors: list[torch.Tensor]) -> None:
@@ -78,16 +79,17 @@ class Channel(ABC):
         """
 
     def reserve(self, spec: MessageSpec) -> None:  # noqa: B027
-        """Take memory for the next message that is received. Called where the device may be waited for."""
+        """Allocate the buffers of the next receive now. An allocation may wait for the device, so this is called when
+        such a wait does no harm."""
 
 
 class Lookahead(NamedTuple):
-    """How many receives of a link are posted before they are asked for."""
+    """How many receives of a link are posted before they are requested (gloo)."""
 
-    messages: int
-    """How many are posted at any time."""
+    num_receives: int
+    """This many are kept posted at any time."""
     idle_bytes: int = 0
-    """While the rank waits: receives of messages up to this size together, in bytes."""
+    """While the rank waits, more are posted, until their messages have this size together, in bytes."""
 
 
 HEADERS_AHEAD = Lookahead(2)
@@ -95,49 +97,52 @@ HEADERS_AHEAD = Lookahead(2)
 
 
 class Link:
-    """A stage's end of one channel.
+    """A stage's end of one channel: a queue of messages, in the order of their units.
 
-    Messages wait here, in the order of their units: those received until a computation takes them, those made until
-    they are sent. None of the calls waits.
+    Received messages stay here until an action pops them, results of actions until they are sent. No method waits for a
+    message, except that `post_early` may read headers on the host; what `pop` returns is waited for.
     """
 
     peer: int | None = None
-    """Pipeline rank of the other end, where it is not this one."""
+    """The pipeline rank of the other end; None if it is on this rank."""
 
-    def begin(self) -> None:
-        """A step begins."""
+    def reset(self) -> None:
+        """Called when a step begins."""
 
     def put(self, message: Transfer) -> None:
-        """The next message, to be sent."""
+        """Append a message to be sent."""
 
     def send(self, number: int) -> None:
-        """Send the message of this number, unless that has been done, or others are to be sent before it."""
+        """Send message `number` of the step if it is the next one; do nothing if it is sent already, or if earlier ones
+        are not."""
 
-    def post(self) -> None:
-        """Ask for the next message: its receive is posted by now, where the transport needs no order. No other is
-        posted in its place: the rank is about to compute, and others wait for the result."""
+    def request(self) -> None:
+        """Count one more receive as requested. Over gloo its receive is posted now, if it is not yet posted. Over NCCL
+        it is posted later, in the order of the `Line`. No receive of a later message is posted here, since the rank is
+        about to compute and others wait for the result."""
 
-    def take(self) -> Transfer:
-        """The oldest message asked for. It may not have arrived."""
+    def pop(self) -> Transfer:
+        """Remove and return the oldest message requested. It may not have arrived: wait for it."""
         raise AssertionError("no message arrives at this end")
 
-    def post_ahead(self) -> None:
-        """Post receives of the next messages. Called after a send: that is, when no rank waits for this one."""
+    def post_lookahead(self) -> None:
+        """Post receives up to the lookahead's `num_receives` (gloo). Called when no rank waits for this one: at the
+        start of a step, and after sends."""
 
-    def post_all(self) -> None:
-        """Post as many as may be. Called when this rank waits for others."""
+    def post_while_idle(self) -> None:
+        """Post receives up to the lookahead's `idle_bytes` (gloo). Called when this rank waits for others."""
 
-    def post_next(self) -> None:
-        """Post the receive of the next message, if that has to be posted for it to travel. Called before the action in
-        front of that which takes it."""
+    def post_early(self) -> None:
+        """Post the receive of the next message if it is large (NCCL): a message larger than NCCL's buffers travels only
+        once its receive is posted. Called one action before the action that takes it."""
 
     def is_empty(self) -> bool:
-        """Whether every message that was expected or made has been taken or sent."""
+        """Whether no message is left: every expected one has been taken, and every result has been sent."""
         return True
 
 
 class LocalLink(Link):
-    """Both ends of a channel between two stages of this rank: tensors are handed over without a copy."""
+    """Both ends of a channel between two stages of one rank. Tensors are handed over without a copy."""
 
     def __init__(self) -> None:
         self._messages: deque[Transfer] = deque()
@@ -145,7 +150,7 @@ class LocalLink(Link):
     def put(self, message: Transfer) -> None:
         self._messages.append(message)
 
-    def take(self) -> Transfer:
+    def pop(self) -> Transfer:
         assert self._messages, "a message is taken before it was made, on the same rank"
         return self._messages.popleft()
 
@@ -154,13 +159,14 @@ class LocalLink(Link):
 
 
 class Receiver(Link):
-    """The end of a channel at which messages arrive.
+    """The receiving end of a channel.
 
     Args:
-        specs: the messages that a step expects, one for each slice of a sequence; HEADER where they are not known.
-        count: how many of each.
-        headers: a header precedes each message, and says the rest of it where its sizes are known, else all.
-        line: with the other channels from this peer, where a transport knows messages by their order.
+        specs: the messages of one microbatch, one for each slice; HEADER if their sizes are not known.
+        count: the number of microbatches in a step.
+        headers: receives a header before each message; the header has the message's full spec. If the sizes are known
+            without it, the receive of the message is posted without waiting for the header.
+        line: orders the receives from this peer (NCCL only).
     """
 
     def __init__(
@@ -178,71 +184,72 @@ class Receiver(Link):
         self._specs, self._count = specs, count
         self._lookahead = lookahead
         self._headers, self._line = headers, line
-        self._is_described = headers is None or HEADER not in specs
-        self._is_eager = self._is_described and line is None
+        self._sizes_are_known = headers is None or HEADER not in specs
+        self._is_eager = self._sizes_are_known and line is None
         self._expected: deque[MessageSpec] = deque()
         self._posted: deque[Transfer] = deque()
-        self._num_asked = 0  # and not taken yet
+        self._num_requested = 0  # and not popped yet
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         self._expected.extend([*self._specs] * self._count)
         if self._line is not None:
             self.reserve()
         if self._headers is not None:
-            self._headers.begin()
+            self._headers.reset()
 
     def expect(self, spec: MessageSpec) -> None:
-        """One more such message will come, after those expected already."""
+        """Expect one more message with this spec, after those that are expected already."""
         self._expected.append(spec)
 
-    def post(self) -> None:
-        self._num_asked += 1
+    def request(self) -> None:
+        self._num_requested += 1
         if self._headers is not None and not self._headers._posted and self._line is None:
             self._headers._post()
-        if self._is_eager and len(self._posted) < self._num_asked:
+        if self._is_eager and len(self._posted) < self._num_requested:
             self._post()
 
-    def take(self) -> Transfer:
-        self._num_asked -= 1
+    def pop(self) -> Transfer:
+        self._num_requested -= 1
         return self._posted.popleft() if self._is_eager and self._headers is None else _Arriving(self)
 
-    def post_ahead(self) -> None:
+    def post_lookahead(self) -> None:
         if self._headers is not None:
-            self._headers.post_ahead()
+            self._headers.post_lookahead()
         if self._is_eager:
-            while self._expected and len(self._posted) - self._num_asked < self._lookahead.messages:
+            while self._expected and len(self._posted) - self._num_requested < self._lookahead.num_receives:
                 self._posted.append(self._channel.receive(self._expected.popleft()))
 
-    def post_all(self) -> None:
+    def post_while_idle(self) -> None:
         if self._headers is not None:
-            self._headers.post_all()
+            self._headers.post_while_idle()
         if not self._is_eager:
             return
         room = self._lookahead.idle_bytes
         for number, posted in enumerate(self._posted):
-            room -= posted.spec.nbytes if posted.spec and number >= self._num_asked else 0
+            room -= posted.spec.nbytes if posted.spec and number >= self._num_requested else 0
         while self._expected:
             size = self._expected[0].nbytes
-            if room < size and len(self._posted) - self._num_asked >= self._lookahead.messages:
+            if room < size and len(self._posted) - self._num_requested >= self._lookahead.num_receives:
                 break
             self._posted.append(self._channel.receive(self._expected.popleft()))
             room -= size
 
-    def post_next(self) -> None:
+    def post_early(self) -> None:
         if self._is_large() and not self._posted:
             assert self._line is not None
             self._line.post_until(self)
 
     def is_empty(self) -> bool:
         has_headers = self._headers is not None and not self._headers.is_empty()
-        return not (self._posted or self._expected or self._num_asked or has_headers)
+        return not (self._posted or self._expected or self._num_requested or has_headers)
 
     def next_message(self) -> tuple[MessageSpec | None, Transfer]:
-        """The oldest message, which is posted by now, and what it is."""
+        """Returns the spec and the transfer of the oldest message. Posts its receive if it is not posted, and waits for
+        its header if it has one."""
         if not self._posted:
             self._post() if self._line is None else self._line.post_until(self)
         posted = self._posted.popleft()
-        if self._headers is None or not self._is_described:
+        if self._headers is None or not self._sizes_are_known:
             return posted.spec, posted
         return self._headers.next_header(), posted
 
@@ -251,27 +258,30 @@ class Receiver(Link):
 
     def _post(self) -> None:
         spec = self._expected.popleft()
-        if not self._is_described:
+        if not self._sizes_are_known:
             assert self._headers is not None
             spec = self._headers.next_header()
         self._posted.append(self._channel.receive(spec))
 
     def reserve(self) -> None:
-        """Take memory for the next message, if that has to be posted for it to travel. Short of memory, an allocator
-        waits for the device: in front of a receive that would be for what others send only after they have taken what
-        this rank has sent."""
+        """Allocate the buffers of the next message early, if it is large (NCCL).
+
+        If memory is short, an allocation waits for the device. Just before a receive, the device may be waiting for a
+        message that its sender sends only after it has taken one of this rank's: both would wait for ever.
+        """
         if self._is_large():
             self._channel.reserve(self._expected[0])
 
     def _is_large(self) -> bool:
-        """Whether the next message travels only once it is posted."""
-        if not (self._line and self._is_described and self._expected):
+        """Whether the next message is larger than NCCL's buffers, so that it travels only once its receive is
+        posted."""
+        if not (self._line and self._sizes_are_known and self._expected):
             return False
         return self._expected[0].nbytes > self._line.buffered_bytes
 
 
 class _Arriving(Transfer):
-    """A message whose receive may be posted, or whose header read, only when it is waited for."""
+    """A message that is not received before somebody waits for it: its receive is posted, or its header read, then."""
 
     __slots__ = ("_receiver",)
 
@@ -286,13 +296,13 @@ class _Arriving(Transfer):
 
 
 class Sender(Link):
-    """The end of a channel at which messages are sent.
+    """The sending end of a channel.
 
     Args:
-        headers: carries a header ahead of each message.
-        replies: the gradients that come back. Those of messages with headers are known when these are sent.
-        num_slices: of a sequence, whose gradients come back in the reverse order.
-        line: with the other channels to this peer, where a transport knows messages by their order.
+        headers: sends a header before each message.
+        replies: receives the gradients of these messages. A message with a header tells it their shapes.
+        num_slices: the number of slices of a microbatch. Their gradients come back in the reverse order.
+        line: checks the order of sends to this peer (NCCL only).
     """
 
     def __init__(
@@ -312,9 +322,9 @@ class Sender(Link):
         self._line = line
         self._to_send: deque[Transfer] = deque()
         self._num_sent = 0
-        self._described: list[MessageSpec] = []  # of a microbatch whose last slice has still to be sent
+        self._reply_specs: list[MessageSpec] = []  # of the slices of a microbatch, until its last slice is sent
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         self._num_sent = 0
 
     def put(self, message: Transfer) -> None:
@@ -337,26 +347,26 @@ class Sender(Link):
     def _expect_reply(self, message: Transfer) -> None:
         assert message.spec is not None
         assert self._replies is not None
-        self._described.append(message.spec.gradient())
-        if len(self._described) == self._num_slices:
-            for spec in reversed(self._described):
+        self._reply_specs.append(message.spec.gradient_spec())
+        if len(self._reply_specs) == self._num_slices:
+            for spec in reversed(self._reply_specs):
                 self._replies.expect(spec)
-            self._described.clear()
+            self._reply_specs.clear()
 
     def is_empty(self) -> bool:
         return not self._to_send
 
 
 class Line:
-    """The messages of a step between this rank and a peer, where all of them share a communicator for each direction
-    that matches by order alone.
+    """The order of all messages of a step between this rank and one peer (NCCL only). NCCL matches the messages between
+    two ranks by their order, so receives must be posted in the order of the peer's sends.
 
-    A receive is posted when a step waits for it, behind those of all messages that the peer sends before it. So only
-    computations that need a message wait for it, and no receive occupies a device for longer. But that of a large
-    message may be posted one action early, where the plan says so.
+    A receive is posted when the step waits for its message, after the receives of all messages that the peer sends
+    before it. It is not posted earlier, since a posted receive occupies multiprocessors of the GPU until its message
+    has come. But the receive of a large message may be posted one action early, if the plan says so.
 
     Args:
-        incoming, outgoing: the channels of the messages, in the order in which they are sent.
+        incoming, outgoing: the channel of each message of a step, in the order in which they are sent.
         buffered_bytes: see `Transport`.
     """
 
@@ -373,12 +383,12 @@ class Line:
         if isinstance(link, Receiver):
             self._receivers[name] = link
 
-    def begin(self) -> None:
-        """A step begins: all that was sent before has been taken."""
+    def reset(self) -> None:
+        """Called when a step begins. All messages of the step before have been received."""
         self._to_come, self._turns = map(deque, self._orders)
 
     def post_until(self, receiver: Receiver) -> None:
-        """Post the next receive of `receiver`, and before it those that come before it."""
+        """Post the next receive of `receiver`, and first the receives of all messages that the peer sends before it."""
         posted: list[Receiver] = []
         while receiver not in posted:
             posted.append(self._receivers[self._to_come.popleft()])
@@ -387,25 +397,26 @@ class Line:
             one.reserve()
 
     def check_turn(self, sender: Sender) -> None:
-        """A message out of turn would be taken for another one."""
+        """Check that a send is the next one in the order: the peer would take it for another message if it were not."""
         turn = self._turns.popleft()
         assert turn == self._names[sender], f"{self._names[sender]} is sent where the plan has {turn}"
 
 
 class Transport(ABC):
-    """Carries the messages of one rank of a pipeline. Its attributes are what depends on the kind of device."""
+    """Sends and receives the messages of one rank of a pipeline. Its attributes depend on the kind of device."""
 
     lookahead = Lookahead(0)
-    """The receives posted ahead where the config does not say."""
+    """The lookahead if the config does not set one."""
     matches_by_order = False
-    """Whether messages from one rank to another are told apart by their order alone."""
+    """Whether all messages from one rank to another are matched by their order alone (NCCL)."""
     buffered_bytes = 0
     """Messages up to this size travel before their receives are posted."""
     mark: Callable[[], Callable[[], bool]] | None = None
-    """Gives what tells whether the device has come to this point of its current stream. None where the host waits."""
+    """Marks the current point of the device's stream. Returns a function that tells whether the device has reached it.
+    None if the host waits for messages."""
 
     def find_error(self) -> str | None:
-        """What has become of a connection, where that is known though no call has failed. Called from any thread."""
+        """Returns an error of a connection that no call has raised yet. Called from any thread."""
         return None
 
     @abstractmethod
@@ -417,15 +428,15 @@ class Transport(ABC):
         """
 
     def connect_headers(self) -> None:  # noqa: B027
-        """Called once, on all ranks of the pipeline at the same time, where headers are to precede messages."""
+        """Called once, on all ranks of the pipeline at the same time, if messages have headers."""
 
     @abstractmethod
     def channel(self, name: ChannelName, peer: int, sends: bool) -> Channel:
-        """Headers travel between hosts, everything else between devices."""
+        """Make the channel of this name. Headers travel between hosts, all other messages between devices."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Called at the end of a step: wait until all sends that a host waits for have completed.
+        """Called at the end of a step: wait for the sends that the host must complete (gloo, and headers).
 
         Raises:
             ConnectionLostError: a message was lost.
@@ -433,16 +444,16 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Make every operation under way fail, here and on the peers. Called from any thread, also while others connect
-        or send. The transport cannot be used afterwards."""
+        """Make every operation fail that has not completed, here and on the peers. Called from any thread, also while
+        another one connects or sends. The transport cannot be used afterwards."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop helper threads, and give connections back."""
+        """Stop helper threads, and close the connections."""
 
 
-class Communicator:
-    """The channels of one rank over a transport, made once per pipeline and kept between steps."""
+class Channels:
+    """All channels of one rank over one transport. Made once for a pipeline and kept between steps."""
 
     def __init__(self, transport: Transport, placement: Placement, pp_rank: int, pp_size: int, num_chunks: int) -> None:
         self.transport = transport
@@ -454,13 +465,12 @@ class Communicator:
         self._channels: dict[ChannelName, Channel] = {}
 
     def connect(self) -> None:
-        """Every rank of the pipeline must call it at the same time."""
+        """Open the channels of messages. Collective over the pipeline."""
         self.transport.connect(edges_in_rounds(self._placement, self._pp_size, self._num_stages))
         self._make_channels("forward", "backward")
 
     def connect_headers(self) -> None:
-        """Make the channels of the headers that precede messages, unless they are there. Every rank of the pipeline
-        must call it at the same time."""
+        """Open the channels of headers, unless they are open. Collective over the pipeline."""
         if not self._has_headers:
             self._has_headers = True
             self.transport.connect_headers()
@@ -482,7 +492,8 @@ class Communicator:
 
 def edges_in_rounds(placement: Placement, pp_size: int, num_stages: int) -> list[tuple[int, int]]:
     """The (sender, receiver) pairs of ranks that exchange messages, in an order in which all ranks can connect them one
-    after the other. Pairs without a rank in common take the same round, so that there are two or three and no chain."""
+    after the other. Pairs without a rank in common connect in the same round, so that two or three rounds are
+    enough."""
     ranks = [placement.rank(stage, pp_size) for stage in range(num_stages)]
     pairs = sorted({(min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b})
     busy: list[set[int]] = []

@@ -1,10 +1,13 @@
-"""The schedules: one function each, whose loops are the schedule.
+"""The schedules. Each is a function of `pipe` (a `Verbs`): loops that call its methods, mostly by F, B, W and BW below.
 
-A schedule speaks the verbs of `Verbs` to the one object it is given, most of them through F, B, W and BW. It is the
-only source of truth: training runs it, and plans, pictures and checks are made by running it on a recorder. To add one,
-write the function, decorate it, draw its picture in tests/plan/test_schedules.py, and add its note to docs/generate.py.
+The function is the only source of truth: training runs it, and plans, pictures and checks are made by running it on a
+recorder. To add one, write the function, decorate it, draw its picture in tests/plan/test_schedules.py, and add its
+note to docs/generate.py.
 
-None of them needs torch until a step runs.
+Comments name a phase as the papers' figures do: n(F B) is a loop that runs F and B n times, mF runs F for all m
+microbatches, F1 is the F of chunk 1, and F0B1 is an overlapped pair.
+
+No schedule needs torch until a step runs.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ __all__ = [
 ]
 
 
-# The letters of the figures, of which schedules are made. Each does nothing where its chunk has nothing left to do: so
-# a loop may run past the last microbatch.
+# The actions, named as in the papers' figures. Each does nothing if its chunk has nothing left to do, so a loop may run
+# past the last microbatch.
 
 
 def F(pipe: Verbs, chunk: int = 0) -> None:
-    """Forward of the chunk's next microbatch, or slice of one."""
+    """Run the forward of the chunk's next microbatch (or slice): receive its input, compute, send the output."""
     if pipe.num_forwards_left(chunk):
         pipe.recv_forward(chunk)
         pipe.forward_step(chunk)
@@ -46,7 +49,8 @@ def F(pipe: Verbs, chunk: int = 0) -> None:
 
 
 def B(pipe: Verbs, chunk: int = 0) -> None:
-    """Input gradient of the chunk's next microbatch or slice. Its weight-gradient pass (W) is deferred."""
+    """Run B, the input-gradient half of a backward, for the chunk's next microbatch (or slice). The other half, its
+    weight gradients, becomes a pending W."""
     if pipe.num_backwards_left(chunk):
         pipe.recompute_step(chunk)
         pipe.recv_backward(chunk)
@@ -56,8 +60,9 @@ def B(pipe: Verbs, chunk: int = 0) -> None:
 
 
 def W(pipe: Verbs, chunk: int | None = None) -> None:
-    """The weight-gradient pass deferred longest, of this chunk or of all. While backwards are left, as many stay
-    pending as the setting `min_pending_weights` says, the youngest."""
+    """Run the oldest pending W of `chunk`, or of the rank if `chunk` is None.
+
+    With `min_pending_weights` > 0, that many Ws stay pending until the rank's last B; until then `chunk` is ignored."""
     least = pipe.settings.min_pending_weights
     if least and any(map(pipe.num_backwards_left, range(pipe.num_chunks))):
         if pipe.num_pending_weights() > least:
@@ -67,22 +72,22 @@ def W(pipe: Verbs, chunk: int | None = None) -> None:
 
 
 def limit_pending_weights(pipe: Verbs) -> None:
-    """After a B: the Ws that are too many by the setting `max_pending_weights`."""
-    most = pipe.settings.most_pending_weights
-    while most is not None and pipe.num_pending_weights() > most:
+    """Called after a B: run Ws until no more than `pending_weights_cap` of them are pending."""
+    cap = pipe.settings.pending_weights_cap
+    while cap is not None and pipe.num_pending_weights() > cap:
         pipe.backward_weight_step()
 
 
 def finish_weights(pipe: Verbs, chunk: int) -> None:
-    """Before a BW: the Ws of this chunk that the setting `min_pending_weights` has left, for gradients are added up in
-    the order of the microbatches."""
+    """Called before a BW: run the pending Ws of this chunk, so that gradients are accumulated in the order of the
+    microbatches."""
     while pipe.num_pending_weights(chunk):
         pipe.backward_weight_step(chunk)
 
 
 def BW(pipe: Verbs, chunk: int = 0) -> None:
-    """Whole backward of the chunk's next microbatch or slice: B and W in one. Figures that split no backward call it
-    B."""
+    """Run the whole backward, B and W in one, of the chunk's next microbatch (or slice). Papers that do not split
+    backwards call it B."""
     if pipe.num_backwards_left(chunk):
         pipe.recompute_step(chunk)
         if pipe.settings.min_pending_weights:
@@ -92,7 +97,7 @@ def BW(pipe: Verbs, chunk: int = 0) -> None:
         pipe.send_backward(chunk)
 
 
-# Schedules whose backwards are whole
+# Schedules that do not split the backward
 
 
 @schedule("no_pipelining", placement=loop, num_chunks=None, max_pp_size=1)
@@ -109,7 +114,7 @@ def forward_backward_no_pipelining(pipe: Verbs) -> Any:
 
 @schedule("inference", placement=loop, num_chunks=None, forward_only=True)
 def forward_inference(pipe: Verbs) -> Any:
-    """Forward only. With several chunks, as many microbatches as there are ranks go round at a time."""
+    """Forward only. With several chunks, `pp_size` microbatches go through all chunks before the next ones start."""
     for first in range(0, pipe.num_microbatches, pipe.pp_size):
         for chunk in range(pipe.num_chunks):
             for _ in range(first, min(first + pipe.pp_size, pipe.num_microbatches)):
@@ -136,10 +141,10 @@ def forward_backward_gpipe(pipe: Verbs) -> Any:
 @schedule("1f1b", placement=loop, num_chunks=1)
 def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
     """1F1B (PipeDream-Flush). https://arxiv.org/abs/2104.04473, Figure 4 (top)."""
-    num_behind = pipe.pp_size - pipe.pp_rank - 1
-    # With slow messages it pays to start with more microbatches than there are ranks behind.
-    num_extra = extra_units(pipe, default=pipe.pp_size)
-    num_warmup = min(num_behind + min(num_extra, num_behind), pipe.num_microbatches)
+    num_later_ranks = pipe.pp_size - pipe.pp_rank - 1
+    # If messages are slow, it pays to start with more microbatches than there are ranks after this one.
+    num_extra = extra_units(pipe, default_in_flight=pipe.pp_size)
+    num_warmup = min(num_later_ranks + min(num_extra, num_later_ranks), pipe.num_microbatches)
 
     # Warmup: nF. The last rank has none.
     for _ in range(num_warmup):
@@ -159,11 +164,11 @@ def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
 
 @schedule("seq1f1b", placement=loop, num_chunks=1, slices=True)
 def forward_backward_seq1f1b(pipe: Verbs) -> Any:
-    """Seq1F1B: 1F1B with slices of sequences in place of whole ones. https://arxiv.org/abs/2406.03488, Figure 4."""
-    num_behind = pipe.pp_size - pipe.pp_rank - 1
-    num_extra = extra_units(pipe, default=pipe.pp_size)
-    # A microbatch goes backward when all of its slices have gone forward: those but the last are warmup too.
-    num_warmup = min(num_behind + min(num_extra, num_behind) + pipe.num_slices - 1, pipe.num_units)
+    """Seq1F1B: 1F1B with slices of sequences in place of microbatches. https://arxiv.org/abs/2406.03488, Figure 4."""
+    num_later_ranks = pipe.pp_size - pipe.pp_rank - 1
+    num_extra = extra_units(pipe, default_in_flight=pipe.pp_size)
+    # The backward of a microbatch needs the forwards of all its slices, so all slices but the last are warmup too.
+    num_warmup = min(num_later_ranks + min(num_extra, num_later_ranks) + pipe.num_slices - 1, pipe.num_units)
 
     # Warmup: nF. The last rank has all slices but one.
     for _ in range(num_warmup):
@@ -253,11 +258,11 @@ def forward_backward_seq_zb1p(pipe: Verbs) -> Any:
 
 def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
     size, rank = pipe.pp_size, pipe.pp_rank
-    # 1F1B's warmup is one F for each rank behind this one. Twice that lasts until the first B: the first rank gets all
-    # of num_extra for it, the last rank none. The rest of num_extra are Ws deferred to the end, in which earlier ranks
-    # do their last Bs.
+    # 1F1B's warmup is one F for each rank after this one. Of num_extra, rank r spends the part (p - 1 - r) / (p - 1) on
+    # more warmup, which fills the time until its first B comes back. It keeps the rest, plus r, as pending Ws: work for
+    # the time in which the ranks before it run their last Bs.
     extra_warmup = round(num_extra * (size - rank - 1) / max(1, size - 1))
-    # Of the first microbatch's slices all but one come before its first B.
+    # All slices of the first microbatch but one go forward before its first B.
     num_warmup = size - rank - 1 + extra_warmup + pipe.num_slices - 1
     num_deferred = rank + num_extra - extra_warmup
 
@@ -287,8 +292,8 @@ def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
 def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
     """Interleaved 1F1B with its Ws deferred. With one chunk it is ZB-H1.
 
-    Where `max_in_flight` is too small for two warmup forwards per rank, there is one: as many microbatches in flight as
-    ranks, and a step that is shorter than ZB-V's for as long as messages are fast.
+    The warmup has two forwards for each later rank. If `max_in_flight` does not allow that, it has one: then as many
+    microbatches are in flight as there are ranks, and the step is shorter than ZB-V's if messages are fast.
     """
     forwards, backwards, num_warmup = interleaved_order(pipe)
     limit, num_in_flight = pipe.settings.max_in_flight, num_warmup + 2 * pipe.pp_rank + 1  # on the first rank
@@ -302,9 +307,9 @@ def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
         F(pipe, chunk)
 
     # Steady state: n(F B), n(F B W).
-    for chunk, last_chunk in zip(forwards[num_warmup:], backwards):
-        F(pipe, chunk)
-        B(pipe, last_chunk)
+    for forward_chunk, backward_chunk in zip(forwards[num_warmup:], backwards):
+        F(pipe, forward_chunk)
+        B(pipe, backward_chunk)
         if pipe.num_pending_weights() > num_deferred:
             W(pipe)
 
@@ -376,15 +381,15 @@ def forward_backward_v_min(pipe: Verbs) -> Any:
 
 
 def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[int, int, int]) -> Any:
-    """The same block of six actions on each rank, begun again for the next microbatch every six units of time.
+    """Run the same block of six actions on each rank, and start it again for the next microbatch every six ticks.
 
-    The block is F0 and F1 down and up the V, B1 and B0 down and up again, and two Ws where there is room. A microbatch
+    The block is F0 and F1 down and up the V, B1 and B0 down and up again, and two Ws in the ticks between. A microbatch
     holds memory from its F to its B, so slower hops mean more of it.
 
     Args:
-        hops: units of time from one rank to the next, for each of F0, F1, B1, B0.
-        turns: units from each of the first three to the one after it, on the rank where the V turns; so many that no
-            two of the four ever fall on the same unit.
+        hops: ticks from one rank to the next, for each of F0, F1, B1, B0.
+        turns: ticks from F0 to F1, from F1 to B1 and from B1 to B0, on the rank where the V turns. They are chosen so
+            that no two of the four start on the same tick.
     """
     size, rank = pipe.pp_size, pipe.pp_rank
     down, up = rank, size - 1 - rank
@@ -393,14 +398,14 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
     for hop, turn, place in zip(hops, (*turns, 0), (down, up, down, up)):
         starts.append(time + hop * place)
         time += hop * (size - 1) + turn
-    assert len({start % 6 for start in starts}) == 4, "two actions of the block fall on the same unit of time"
+    assert len({start % 6 for start in starts}) == 4, "two actions of the block start on the same tick"
 
     # n(F0 F1 B1 B0 W W), in an order that depends on the rank.
     block = dict(zip(starts, ((F, 0), (F, 1), (B, 1), (B, 0))))
     for now in range(starts[-1] + 6 * pipe.num_microbatches):
-        for start, (step, chunk) in block.items():
+        for start, (action, chunk) in block.items():
             if (now - start) % 6 == 0 and 0 <= now - start < 6 * pipe.num_microbatches:
-                step(pipe, chunk)
+                action(pipe, chunk)
                 break
         else:
             W(pipe)
@@ -412,7 +417,7 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
     return pipe.finish()
 
 
-# Schedules whose steady state is pairs, so that forwards and backwards hide each other's communication.
+# Schedules that overlap a forward and a backward in their steady state, so that each hides the other's communication.
 #
 # Sources: Megatron-LM's combined_1f1b.py (https://github.com/NVIDIA/Megatron-LM); DeepSeek-V3
 # (https://arxiv.org/abs/2412.19437), https://github.com/deepseek-ai/DualPipe, and "DualPipe could be better without the
@@ -420,7 +425,7 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
 
 
 def pair(pipe: Verbs, forward_chunk: int, kind: str, backward_chunk: int) -> None:
-    """F of one chunk and a backward of another, "B" or the whole "BW", overlapped."""
+    """Run F of one chunk and a backward of another, overlapped. `kind` is "B" or "BW"."""
     pipe.recompute_step(backward_chunk)
     if kind == "BW":
         finish_weights(pipe, backward_chunk)
@@ -433,8 +438,10 @@ def pair(pipe: Verbs, forward_chunk: int, kind: str, backward_chunk: int) -> Non
 
 
 def combined_order(pipe: Verbs) -> tuple[list[int], list[tuple[int, int]], list[int]]:
-    """The chunks of the warmup, of the pairs and of the cooldown: those of `interleaved_order`, and one more forward in
-    the warmup, since both messages of a pair leave at its end."""
+    """Returns the chunks of the warmup, of the pairs and of the cooldown.
+
+    The order is that of `interleaved_order`, with one more forward in the warmup: both messages of a pair leave only
+    when it ends."""
     forwards, backwards, num_warmup = interleaved_order(pipe)
     num_warmup = min(num_warmup + 1, len(forwards))
     num_pairs = len(forwards) - num_warmup
@@ -490,7 +497,7 @@ def forward_backward_combined_zb1p(pipe: Verbs) -> Any:
 
 
 def FB(pipe: Verbs, forward_chunk: int, backward_chunk: int) -> None:
-    """F of one chunk and a whole backward of the other, overlapped; one of them alone where the other has none left."""
+    """Run F of one chunk and BW of another, overlapped. If one chunk has nothing left to do, run the other's alone."""
     if not (pipe.num_forwards_left(forward_chunk) and pipe.num_backwards_left(backward_chunk)):
         F(pipe, forward_chunk)
         BW(pipe, backward_chunk)
@@ -518,8 +525,9 @@ def forward_backward_dualpipev(pipe: Verbs) -> Any:
         W(pipe)
         F(pipe, 1)
 
-    # Phase 4, the steady state: n(F0B1 F1B0). The last rank has both ends of its first pair at hand: it runs them one
-    # after the other, and the others get what they wait for sooner.
+    # Phase 4, the steady state: n(F0B1 F1B0). The output of F0 and the input gradient of B1 stay on the last rank.
+    # A pair starts when both of its messages have come. So the last rank runs its first F0 and B1 one after the other:
+    # its next pair, F1B0, then ends sooner, and the rank before it gets both results of that sooner.
     for k in range(max(pipe.num_microbatches, 2 * size) - 2 * size + rank + 1):
         if k == 0 and rank == size - 1:
             F(pipe, 0)
@@ -533,7 +541,7 @@ def forward_backward_dualpipev(pipe: Verbs) -> Any:
         BW(pipe, 1)
         FB(pipe, 1, 0)
 
-    # Phase 6: n(B1 B0), the Ws of the second half deferred.
+    # Phase 6: n(B1 B0). The second half are Bs whose Ws stay pending.
     for k in range(rank + 1):
         (B if 2 * k > rank else BW)(pipe, 1)
         (B if 2 * k >= rank else BW)(pipe, 0)
@@ -554,34 +562,36 @@ def forward_backward_dualpipev(pipe: Verbs) -> Any:
 
 
 def interleaved_order(pipe: Verbs, num_per_rank: int = 2) -> tuple[list[int], list[int], int]:
-    """The order of an interleaved schedule, as in Megatron-LM (get_schedule_table, get_pp_rank_microbatches), of slices
-    where sequences are cut.
+    """The order of an interleaved schedule, as in Megatron-LM (get_schedule_table, get_pp_rank_microbatches). It counts
+    in units: slices if sequences are cut, else microbatches.
 
     Args:
-        num_per_rank: warmup forwards for each rank behind this one.
+        num_per_rank: warmup forwards for each rank after this one.
 
     Returns:
-        The chunk of each forward, the chunk of each backward, and how many of the forwards are the warmup.
+        The chunk of each forward, the chunk of each backward, and the number of warmup forwards.
     """
     groups = [size * pipe.num_slices for size in _interleaved_groups(pipe)]
     # Each group of microbatches goes through one chunk after the other; backwards in the opposite order.
     forwards = [chunk for group in groups for chunk in range(pipe.num_chunks) for _ in range(group)]
     backwards = [pipe.num_chunks - 1 - chunk for chunk in forwards]
-    # The first group has to reach the last chunk; then two more forwards for each rank behind this one, since the first
-    # backward comes back through all of them; and it is that of the first microbatch's last slice.
-    num_behind = pipe.pp_size - pipe.pp_rank - 1
-    num_warmup = (pipe.num_chunks - 1) * groups[0] + min(pipe.num_chunks, num_per_rank) * num_behind
+    # The first group has to reach the last chunk. Two more forwards for each rank after this one fill the time in which
+    # the first backward comes back through these ranks. That backward is of the last slice of the first microbatch, so
+    # the other slices are warmup too.
+    num_later_ranks = pipe.pp_size - pipe.pp_rank - 1
+    num_warmup = (pipe.num_chunks - 1) * groups[0] + min(pipe.num_chunks, num_per_rank) * num_later_ranks
     return forwards, backwards, min(num_warmup + pipe.num_slices - 1, len(forwards))
 
 
 def _interleaved_groups(pipe: Verbs) -> list[int]:
     """Sizes of the groups of microbatches that go through a chunk together.
 
-    All have the group size that was set but the last, as in Megatron; without one they have a unit of work for each
-    rank, or more where `max_in_flight` leaves room, since larger groups hide slow messages.
+    If the group size is set, all groups but the last have it, as in Megatron. If it is not, groups are the smallest
+    that work (ranks / slices, rounded up), or the largest that `max_in_flight` allows, since larger groups hide slow
+    messages.
 
     Raises:
-        ValueError: the group size is smaller than the pipeline.
+        ValueError: the group size that is set is smaller than the smallest that works.
     """
     size, num_chunks, num_slices = pipe.pp_size, pipe.num_chunks, pipe.num_slices
     smallest = -(-size // num_slices)
@@ -605,9 +615,9 @@ def _interleaved_groups(pipe: Verbs) -> list[int]:
 def _groups(num_microbatches: int, group_size: int, smallest: int) -> list[int]:
     """Cut the microbatches into groups of `group_size`.
 
-    A last group with fewer units of work than there are ranks comes back to the first rank too early, and ranks may
-    wait for each other for ever. Megatron refuses such numbers; here all groups grow to take the remainder, the first
-    ones by one more.
+    A last group with fewer units than there are ranks comes back to the first rank too early, and ranks may wait for
+    each other for ever. Megatron refuses such numbers. Here the microbatches of that last group are shared out over the
+    other groups.
     """
     num_groups, remainder = divmod(num_microbatches, group_size)
     if num_groups == 0:
@@ -618,13 +628,15 @@ def _groups(num_microbatches: int, group_size: int, smallest: int) -> list[int]:
     return [group_size] * num_groups + [remainder] * (remainder > 0)
 
 
-def extra_units(pipe: Verbs, default: int) -> int:
-    """How many microbatches more than the pipeline has ranks a schedule with one chunk may have in flight. Of slices it
-    is as many, besides those of the first microbatch, all but one of which are in flight before its first backward.
+def extra_units(pipe: Verbs, default_in_flight: int) -> int:
+    """How many units beyond `pp_size` a schedule with one chunk may have in flight. A unit is a microbatch, or a slice;
+    the first microbatch's other slices (`num_slices - 1`) are not counted, since they are in flight in any case.
 
-    The limit is the setting `max_in_flight`, or `default` without it. More than 2 p - 1 on p ranks help nothing: the
-    first microbatch is back by then. Nor do more than there are.
+    Args:
+        default_in_flight: how many units may be in flight in all if `max_in_flight` is not set.
+
+    More than 2 p - 1 units on p ranks do not help: the first microbatch is back by then. There may also be fewer units.
     """
     limit, num_before = pipe.settings.max_in_flight, pipe.num_slices - 1
-    most = default if limit is None else int(limit * pipe.num_slices) - num_before
+    most = default_in_flight if limit is None else int(limit * pipe.num_slices) - num_before
     return max(0, min(most, 2 * pipe.pp_size - 1, pipe.num_units - num_before) - pipe.pp_size)

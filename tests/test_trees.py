@@ -69,7 +69,7 @@ def test_flat_messages_keep_their_structures() -> None:
     for structure in structures:
         spec = MessageSpec(structure, tensors)
         assert decode_header(encode_header(spec)) == spec
-        assert spec.gradient() == MessageSpec("list", tensors[:1])
+        assert spec.gradient_spec() == MessageSpec("list", tensors[:1])
 
 
 def test_a_message_is_shown_with_its_containers() -> None:

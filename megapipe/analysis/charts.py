@@ -190,7 +190,7 @@ def _draw_legend(figure: Any, plan: Plan, held: str) -> None:
     entries = {kind.label: patches(*kind.colours[:shades]) for kind in kinds_in(plan)}
     if any(plan.program.pairs):
         entries["F above B: overlapped pair"] = patches(
-            *{kind.message: kind.colours[0] for kind in kinds_in(plan) if kind.message}.values()
+            *{kind.direction: kind.colours[0] for kind in kinds_in(plan) if kind.direction}.values()
         )
     if held and not plan.forward_only:
         entries[f"{held} held, with the most at the right"] = patches(LIGHT.faint)

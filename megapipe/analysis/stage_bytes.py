@@ -18,7 +18,7 @@ from ..options import Autocast, Recompute
 from ..p2p_communication import Transfer
 from ..plan import Action, StageBytes, StageInfo
 from ..runtime import runs_of
-from ..stages import Call, Extension, Run, Stage, Unit
+from ..stages import ActionFunction, Call, Extension, Stage, UnitState
 from ..structure import structure_of
 from ..timing import LiveStorages
 
@@ -69,20 +69,20 @@ def bytes_of_stages(
         for index in range(num_stages):
             info = StageInfo(index, num_stages)
             module = make_stage(info)
-            step = _step_of(module, forward_step_func, microbatch)
-            of_stage, received = _measure(info, module, step, received)
+            call = _call_of(module, forward_step_func, microbatch)
+            of_stage, received = _measure(info, module, call, received)
             weights = sum(p.nbytes for p in module.parameters())
             trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
             of_stage["model"] = (weights + (1 + optimizer_state) * trained) / replicas
             of_stage["gathered"], of_stage["gradients"] = (0, 0) if replicas == 1 else (weights, trained)
             for component, number in of_stage.items():
                 found[component].append(number)
-            most = step.config.max_gathered_chunks
-            del module, step
+            most = call.config.max_gathered_chunks
+            del module, call
     return StageBytes(**found, posted=posted, posted_bytes=posted_bytes, outbox=outbox, max_gathered=most)
 
 
-def _step_of(module: nn.Module, forward_step_func: Callable[..., Any], microbatch: Any) -> Call:
+def _call_of(module: nn.Module, forward_step_func: Callable[..., Any], microbatch: Any) -> Call:
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     return Call(
         forward_step_func=forward_step_func,
@@ -97,46 +97,46 @@ def _step_of(module: nn.Module, forward_step_func: Callable[..., Any], microbatc
 
 
 def _measure(
-    info: StageInfo, module: nn.Module, step: Call, received: MessageSpec | None
+    info: StageInfo, module: nn.Module, call: Call, received: MessageSpec | None
 ) -> tuple[dict[str, float], MessageSpec | None]:
     """What the actions of a stage hold, and the message that it sends. The first microbatch makes the gradients."""
     found: dict[str, float] = {}
     plain: dict[str, float] = {}
     output: MessageSpec | None = None
-    recomputes = step.config.settings.recomputes_stage(info.index)
+    recomputes = call.config.settings.recomputes_stage(info.index)
     for is_recomputed in (False, True) if recomputes else (False,):
-        stage = Stage(info, 0, step, None)
-        runs = runs_of(stage, _extensions(step, info, is_recomputed))
+        stage = Stage(info, 0, call, None)
+        runs = runs_of(stage, _extensions(call, info, is_recomputed))
         for _, is_split in itertools.product(range(2), (False, True)):
-            with LiveStorages(step.device) as storages:
-                of_run, output = _run(runs, received, storages, step, is_split)
+            with LiveStorages(call.device) as storages:
+                of_run, output = _run(runs, received, storages, call, is_split)
                 stage.forget_input()
             found |= of_run
-            step.results.clear()
+            call.results.clear()
         plain = plain or {component: found[component] for component in ("saved", "forward")}
         found["replayed"], found["replayed_forward"] = found["saved"], found["forward"]
     return {**found, **plain}, output
 
 
-def _extensions(step: Call, info: StageInfo, is_recomputed: bool) -> list[Extension]:
+def _extensions(call: Call, info: StageInfo, is_recomputed: bool) -> list[Extension]:
     """The options that change what a stage saves."""
-    step.stages = [info]
+    call.stages = [info]
     planned: Any = SimpleNamespace(recomputed=[frozenset([Action(info.index, "F", 0)])])
-    place = (step.config, lambda: planned, 0, None)
-    extensions: list[Extension] = [Autocast(*place)] if step.config.enable_autocast else []
+    place = (call.config, lambda: planned, 0, None)
+    extensions: list[Extension] = [Autocast(*place)] if call.config.enable_autocast else []
     if is_recomputed:
         recompute = Recompute(*place)
         recompute.compares = False
-        recompute.takes_part(step)
+        recompute.takes_part(call)
         extensions.append(recompute)
     return extensions
 
 
 def _run(
-    runs: Mapping[str, Run], received: MessageSpec | None, storages: LiveStorages, step: Call, is_split: bool
+    runs: Mapping[str, ActionFunction], received: MessageSpec | None, storages: LiveStorages, call: Call, is_split: bool
 ) -> tuple[dict[str, float], MessageSpec | None]:
     """One microbatch. What was there before it, such as reported losses, does not count."""
-    device = step.device
+    device = call.device
 
     def message(spec: MessageSpec) -> list[Tensor]:
         return [torch.zeros(of.shape, dtype=of.dtype, device=device) for of in spec.tensors]
@@ -149,7 +149,7 @@ def _run(
     found: dict[str, float] = {}
     before = storages.held
     storages.restart()
-    unit = Unit(0)
+    unit = UnitState(0)
     unit.received = None if received is None else Transfer(received, message(received))
     runs["F"](unit)
     output = None if unit.output is None else unit.output.spec
@@ -162,7 +162,7 @@ def _run(
     found["recompute"] = most(saved)
     found["saved"], found["recomputed"] = saved - before, saved - unrecomputed
     if output is not None:
-        unit.output_grads = message(output.gradient())
+        unit.output_grads = message(output.gradient_spec())
     if not is_split:
         runs["BW"](unit)
         found["backward"] = most(saved)

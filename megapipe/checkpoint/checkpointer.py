@@ -29,7 +29,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..all_ranks import AllRanks
 from ..chunks import as_list
 from ..training import finalize_weights, load_scheduler
-from .alike import check_one_checkpoint, check_same, check_steps, check_tied, find_shared, fingerprints_of, uses_of
 from .files import (
     EXCHANGE,
     UNDER_WAY,
@@ -40,6 +39,15 @@ from .files import (
     remove_incomplete,
     set_aside,
     write_tensors,
+)
+from .fingerprints import (
+    check_one_checkpoint,
+    check_same,
+    check_steps,
+    check_tied,
+    find_shared,
+    fingerprints_of,
+    uses_of,
 )
 from .folder_lock import lock_folder
 from .full_state import FullState, GlobalName, Parts, check_all_used, optimizers_of

@@ -6,7 +6,7 @@ from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
     from .activations import Recompute
-    from .around import Autocast
+    from .autocast import Autocast
 
 __all__: list[str] = []
 

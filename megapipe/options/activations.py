@@ -12,7 +12,7 @@ from torch import nn
 from ..activations import Offload, recomputing, regions_of, storages_of
 from ..chunks import tensors_of
 from ..plan import FORWARD, LOAD, OFFLOAD, RECOMPUTE, Action, Kind, StageInfo
-from ..stages import Call, Extension, Run, Stage, Unit
+from ..stages import ActionFunction, Call, Extension, Stage, UnitState
 from ..structure import Structure, plain_values
 
 
@@ -32,11 +32,11 @@ class Compared(Extension):
         self._like: dict[StageInfo, Any] = {}
         return not call.forward_only
 
-    def is_of(self, stage: Stage, unit: Unit) -> bool:
+    def is_of(self, stage: Stage, unit: UnitState) -> bool:
         """Whether the unit's F is one of these."""
         return Action(stage.info.index, FORWARD.name, unit.microbatch, unit.slice) in self._forwards
 
-    def is_compared(self, stage: Stage, unit: Unit) -> bool:
+    def is_compared(self, stage: Stage, unit: UnitState) -> bool:
         info = stage.info
         if info not in self._like and self.compares:
             values = [item for module in stage.module.modules() for item in plain_values(module).items()]
@@ -56,7 +56,7 @@ class Recompute(Compared):
     def takes_part(self, call: Call) -> bool:
         if not super().takes_part(call):
             return False
-        self._forwards = self.plan().recomputed[self.pp_rank]
+        self._forwards = self.get_plan().recomputed[self.pp_rank]
         self._regions = {info: self._regions_of(model, info) for model, info in zip(call.models, call.stages)}
         return bool(self._forwards)
 
@@ -73,16 +73,16 @@ class Recompute(Compared):
             if not self.is_of(stage, unit):
                 return function(*args)
             regions = self._regions[stage.info]
-            with recomputing(regions, stage.device, self.is_compared(stage, unit)) as unit.of[Recompute]:
+            with recomputing(regions, stage.device, self.is_compared(stage, unit)) as unit.kept_by[Recompute]:
                 return function(*args)
 
         return run
 
-    def kinds(self, stage: Stage) -> Mapping[str, Run]:
-        def replay(unit: Unit) -> None:
+    def kinds(self, stage: Stage) -> Mapping[str, ActionFunction]:
+        def replay(unit: UnitState) -> None:
             if unit.received is not None:
                 stage.show(unit)
-            for call in unit.of.get(Recompute, ()):
+            for call in unit.kept_by.get(Recompute, ()):
                 call.run()
 
         return {RECOMPUTE.name: replay}
@@ -94,19 +94,19 @@ class Offloading(Compared):
     def takes_part(self, call: Call) -> bool:
         if not super().takes_part(call):
             return False
-        self._forwards = self.plan().offloaded[self.pp_rank]
+        self._forwards = self.get_plan().offloaded[self.pp_rank]
         self._storages: dict[StageInfo, set[int]] = {}
         return bool(self._forwards)
 
-    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+    def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
         if kind is not FORWARD:
             return run
 
-        def forward(unit: Unit, *extra: bool) -> None:
+        def forward(unit: UnitState, *extra: bool) -> None:
             if not self.is_of(stage, unit):
                 run(unit, *extra)
                 return
-            unit.of[Offloading] = offload = self._begin(stage, unit)
+            unit.kept_by[Offloading] = offload = self._begin(stage, unit)
             # Also where nothing of it is used: memory that is copied to must not be freed.
             unit.before_backward.append(offload.wait)
             with offload.saving():
@@ -115,13 +115,13 @@ class Offloading(Compared):
 
         return forward
 
-    def kinds(self, stage: Stage) -> Mapping[str, Run]:
+    def kinds(self, stage: Stage) -> Mapping[str, ActionFunction]:
         return {
-            OFFLOAD.name: lambda unit: unit.of[Offloading].free(),
-            LOAD.name: lambda unit: unit.of[Offloading].load(),
+            OFFLOAD.name: lambda unit: unit.kept_by[Offloading].free(),
+            LOAD.name: lambda unit: unit.kept_by[Offloading].load(),
         }
 
-    def _begin(self, stage: Stage, unit: Unit) -> Offload:
+    def _begin(self, stage: Stage, unit: UnitState) -> Offload:
         if stage.info not in self._storages:  # those of parameters and buffers, which stay where they are
             self._storages[stage.info] = storages_of(tensors_of(stage.module))
         received = [] if unit.received is None else unit.received.tensors

@@ -13,7 +13,7 @@ from ..chunks import find_attribute
 from ..plan import Kind, gathered_chunks
 from ..runtime import GradientSync
 from ..sharding import ShardedChunks
-from ..stages import Call, Extension, Run, Stage, Unit
+from ..stages import ActionFunction, Call, Extension, Stage, UnitState
 
 
 class FullyShard(Extension):
@@ -31,17 +31,17 @@ class FullyShard(Extension):
         if sharded is None:
             return False
         if config.max_gathered_chunks is not None and not call.forward_only:
-            sharded.follow(gathered_chunks(self.plan(), self.pp_rank, config.max_gathered_chunks))
+            sharded.follow(gathered_chunks(self.get_plan(), self.pp_rank, config.max_gathered_chunks))
         self._sharded, self._models = sharded, call.models
         return True
 
-    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+    def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
         # FSDP2 ends a backward in all modules, also in those that were not run, and waits itself where one is called.
-        if kind.message != "backward" and not (kind.is_forward and find_attribute(stage.module, "calls_no_modules")):
+        if kind.direction != "backward" and not (kind.is_forward and find_attribute(stage.module, "calls_no_modules")):
             return run
         chunk = [model is stage.module for model in self._models].index(True)
 
-        def gathered(unit: Unit, *extra: bool) -> None:
+        def gathered(unit: UnitState, *extra: bool) -> None:
             self._sharded.wait_for_gathers(chunk)
             run(unit, *extra)
 
@@ -58,9 +58,9 @@ class ShardedSync(GradientSync):
         super().__init__(config, models, *sizes)
         self._sharded = sharded
 
-    def _begin(self, step: ExitStack) -> None:
-        step.enter_context(self._sharded)
-        super()._begin(step)
+    def _enter_contexts(self, stack: ExitStack) -> None:
+        stack.enter_context(self._sharded)
+        super()._enter_contexts(stack)
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: Any) -> None:
         super().__exit__(kind, *error)

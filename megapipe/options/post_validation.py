@@ -17,7 +17,7 @@ import torch
 from ..activations import restores_of
 from ..plan import RECOMPUTE, Kind
 from ..runtime import GradientSync
-from ..stages import Call, Extension, Run, Stage, Unit
+from ..stages import ActionFunction, Call, Extension, Stage, UnitState
 
 
 class PostValidation(Extension):
@@ -50,11 +50,11 @@ class PostValidation(Extension):
 
         return made
 
-    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
-        if not self._is_ahead or not (kind.message == "backward" or kind is RECOMPUTE):
+    def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
+        if not self._is_ahead or not (kind.direction == "backward" or kind is RECOMPUTE):
             return run
 
-        def validated(unit: Unit) -> None:
+        def validated(unit: UnitState) -> None:
             if kind is not RECOMPUTE:
                 self._validate()
                 if self._call.is_void:

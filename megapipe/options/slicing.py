@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..plan import RECOMPUTE, Kind
 from ..slices import CarriedState, SequenceSlice
-from ..stages import Call, Extension, Loss, Run, Stage, Unit, call_loss_func, divide_loss
+from ..stages import ActionFunction, Call, Extension, Loss, Stage, UnitState, call_loss_func, divide_loss
 
 
 class Slices(Extension):
@@ -30,26 +30,26 @@ class Slices(Extension):
         self._slices = call.slices
         return True
 
-    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+    def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
         if kind is not RECOMPUTE:
             return run
 
-        def replay(unit: Unit) -> None:
-            with unit.of[SlicedStage].state.again(self._slices[unit.slice]):
+        def replay(unit: UnitState) -> None:
+            with unit.kept_by[SlicedStage].state.again(self._slices[unit.slice]):
                 run(unit)
 
         return replay
 
 
-def sequence_slices(step: Call) -> list[SequenceSlice]:
+def sequence_slices(call: Call) -> list[SequenceSlice]:
     """The slices of every sequence.
 
     Raises:
         ValueError: the sequence cannot be cut like that.
     """
-    config = step.config
+    config = call.config
     num_slices, lengths = config.num_sequence_slices, config.sequence_slice_lengths
-    seq_length = step.decoder_seq_length or step.seq_length
+    seq_length = call.decoder_seq_length or call.seq_length
     if seq_length is None:
         raise ValueError(f"num_sequence_slices={num_slices} takes seq_length, the length of what is cut: pass it.")
     num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -85,11 +85,11 @@ class SlicedStage(Stage):
         if self._items is not None:
             self._data_iterator = self._items
 
-    def F(self, unit: Unit, *extra: bool) -> None:
-        this = self._step.slices[unit.slice]
+    def F(self, unit: UnitState, *extra: bool) -> None:
+        this = self._call.slices[unit.slice]
         if this.index == 0:
-            self._microbatch = Microbatch(needs_grad=not self._step.forward_only)
-        unit.of[SlicedStage] = self._microbatch
+            self._microbatch = Microbatch(needs_grad=not self._call.forward_only)
+        unit.kept_by[SlicedStage] = self._microbatch
         if self._items is not None:
             self._items.begin(is_first=this.index == 0)
         with self._microbatch.state.forward(this):
@@ -103,35 +103,35 @@ class SlicedStage(Stage):
         if this.index == this.num_slices - 1:
             self._microbatch = Microbatch(needs_grad=False)  # what the slices kept now lives as long as they do
 
-    def BW(self, unit: Unit) -> None:
-        with unit.of[SlicedStage].state.backward(self._step.slices[unit.slice]):
+    def BW(self, unit: UnitState) -> None:
+        with unit.kept_by[SlicedStage].state.backward(self._call.slices[unit.slice]):
             super().BW(unit)
 
-    def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
+    def roots(self, unit: UnitState) -> list[tuple[GradientEdge, Tensor]]:
         """Also those that later slices have given gradients to."""
-        num_tokens = unit.of[SlicedStage].num_tokens
+        num_tokens = unit.kept_by[SlicedStage].num_tokens
         if self._is_last and unit.output_grads and num_tokens is not None:
             tokens = torch.where(num_tokens > 0, num_tokens, 1).double()
             unit.output_grads = [(grad / tokens).to(grad.dtype) for grad in unit.output_grads]
-        roots: list[tuple[GradientEdge, Tensor]] = unit.of[SlicedStage].state.roots(unit.slice)
+        roots: list[tuple[GradientEdge, Tensor]] = unit.kept_by[SlicedStage].state.roots(unit.slice)
         return super().roots(unit) + roots
 
-    def compute_loss(self, unit: Unit, output: Any, loss_func: Any) -> Loss | None:
+    def compute_loss(self, unit: UnitState, output: Any, loss_func: Any) -> Loss | None:
         """The slice's part. Tokens that divide the loss are those of all slices, so that is left to the backward."""
-        called = call_loss_func(self._step, output, loss_func)
-        self._add_report(unit, are_outputs=loss_func is None or self._step.collect_non_loss_data)
+        called = call_loss_func(self._call, output, loss_func)
+        self._add_report(unit, are_outputs=loss_func is None or self._call.collect_non_loss_data)
         if called is None:
             return None
         loss, num_tokens = called
-        if num_tokens is not None and not self._step.config.calculate_per_token_loss:
+        if num_tokens is not None and not self._call.config.calculate_per_token_loss:
             before = self._microbatch.num_tokens
             self._microbatch.num_tokens = (0 if before is None else before) + num_tokens.detach()  # a tensor of its own
-            return Loss(loss / self._step.num_microbatches, 1.0)  # whose gradient is divided by tokens first
-        return divide_loss(self._step, loss, num_tokens)
+            return Loss(loss / self._call.num_microbatches, 1.0)  # whose gradient is divided by tokens first
+        return divide_loss(self._call, loss, num_tokens)
 
-    def _add_report(self, unit: Unit, are_outputs: bool) -> None:
+    def _add_report(self, unit: UnitState, are_outputs: bool) -> None:
         """Make one report of those of a microbatch's slices; of outputs, a list."""
-        results = self._step.results
+        results = self._call.results
         if are_outputs:
             results.append([results.pop()])
         if unit.slice > 0:

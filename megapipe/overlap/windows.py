@@ -16,7 +16,7 @@ from ..weight_grad import backward_context, this_thread
 
 
 class filling_windows:  # noqa: N801  # a context; a generator would take longer, around each action
-    """Around one action: call `callback` in each of its overlap windows.
+    """The context of one action: call `callback` in each of its overlap windows.
 
     Args:
         callback: called without arguments, on the thread that runs the action.
@@ -39,10 +39,10 @@ class filling_windows:  # noqa: N801  # a context; a generator would take longer
 
 
 def fill_window() -> None:
-    """Call the callback of the action under way, if it has one. For the backward of an autograd Function that has
-    started a communication and is about to wait for it.
+    """Call the callback of the action that is running, if it has one. Called in the backward of an autograd Function
+    that has started a communication, just before it waits for it.
 
-    An action that the callback runs itself has no windows.
+    An action that the callback itself runs has no windows.
     """
     callback, backward_context.overlap_callback = backward_context.overlap_callback, None
     if callback is None:

@@ -7,6 +7,7 @@ from ..first_use import names_on_first_use
 if TYPE_CHECKING:
     from .files import load_plan, load_stage_bytes, parse_json, read_text
     from .finding import AnySchedule, find_schedule
+    from .gathering import gathered_chunks
     from .kinds import FORWARD, KINDS, LOAD, OFFLOAD, RECOMPUTE, WEIGHTS, Kind
     from .making import make_plan
     from .measured import RankStep, Wait
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from .planned import loops_of
     from .recorder import ChannelName, Event, record
     from .registry import ELSEWHERE, Schedule, nearest, register, schedule_names
-    from .residency import gathered_chunks
     from .simulation import Costs, Simulation, Span, play, simulate
     from .standstill import Standstill, record_partly, stand_still, whole_units
     from .verbs import Action, ScheduleError, Settings, Verbs, actions_of, unit_in_words

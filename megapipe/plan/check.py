@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .facts import PlanFacts
 from .kinds import KINDS, kind_of
+from .plan_facts import PlanFacts
 from .program import run
 from .recorder import ChannelName, PlanRecorder
 from .verbs import Action, ScheduleError, unit_in_words, unit_name

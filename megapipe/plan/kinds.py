@@ -12,23 +12,24 @@ class Kind:
     """One kind of computation.
 
     Attributes:
-        name: in plans. An action is printed with its first letter.
-        verb: of schedules, by which it is run.
+        name: its name in plans. An action is printed with the first letter.
+        verb: the method of `Verbs` that runs it.
         label: its name in words.
-        colours: of even and odd chunks.
-        costs: the fields of `Costs` whose times it takes.
-        message: the direction, "forward" or "backward", of the message that it waits for and of the one that it makes;
-            None for an action that needs no message.
-        after: without a message, the kind whose units it takes, in the order in which they go backward.
-        is_optional: a unit may go backward without it. Behind that it is too late.
-        takes_over: the kind whose `held` counts from this action on, for the units that have both: what that would have
-            held, this one makes.
-        in_flight, held: by how many units more a rank has after it of those between their F and their B, and between
-            their F and the last action of their backward.
-        keeps: the fields of `StageBytes` that a unit holds from its end on, in place of what it held before; "input"
-            for what was received.
-        needs: the field of what it needs besides, while it runs.
-        is_forward: whether its message is a forward one.
+        colours: its colours in pictures, for even and odd chunks.
+        costs: the fields of `Costs` that add up to its time.
+        direction: of the message that it waits for and of the one that it makes: "forward" or "backward"; None for an
+            action without messages.
+        after: without messages, the kind whose units it takes, in the order in which they go backward.
+        is_optional: a unit may go backward without it; after its backward it is too late.
+        takes_over: the kind whose activations this action makes, for units that have both: the `held` of that kind then
+            counts from this action on.
+        in_flight: by how many the action changes the number of units on the rank between F and B.
+        held: by how many it changes the number of units whose activations are in memory: those between F and the last
+            action of their backward.
+        keeps: the fields of `StageBytes` that a unit holds after the action, in place of what it held before; "input"
+            is the received message.
+        needs: the field of `StageBytes` that it needs in addition while it runs.
+        is_forward: whether its direction is "forward".
         completes_weights: whether a chunk's last one completes the gradients of its weights.
     """
 
@@ -37,7 +38,7 @@ class Kind:
     label: str
     colours: tuple[str, str]
     costs: tuple[str, ...]
-    message: str | None = None
+    direction: str | None = None
     after: str | None = None
     in_flight: int = 0
     held: int = 0
@@ -50,7 +51,7 @@ class Kind:
     completes_weights: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "is_forward", self.message == "forward")
+        object.__setattr__(self, "is_forward", self.direction == "forward")
         object.__setattr__(self, "completes_weights", _WEIGHTS in self.costs)
 
 

@@ -21,9 +21,9 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class RankStep:
-    """One step on one rank, in milliseconds. `spans` and `waits` are in order; an action starts behind its wait.
+    """One step on one rank, in milliseconds. `spans` and `waits` are in order; an action starts after its wait.
 
-    `pairs` has the places in `spans` of the forwards that ran at once with the backward behind them: of such a pair
+    `pairs` has the places in `spans` of the forwards that ran at once with the backward after them: of such a pair
     only the sum of the two times means anything. `peak_bytes` are the most bytes of tensors made in the step that were
     there at once; 0 where they were not counted.
     """

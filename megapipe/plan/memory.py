@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from .facts import PlanFacts
+from .gathering import gathered_chunks
 from .kinds import KINDS, Kind
-from .residency import gathered_chunks
+from .plan_facts import PlanFacts
 from .verbs import Action
 
 PerStage = float | Sequence[float]
 
 SHARED_OUT = ("saved", "replayed", "recomputed", "kept", "model", "gathered", "gradients")
-"""Components of which one number is that of a whole rank."""
+"""Components for which a single number means a whole rank: it is shared out over the rank's chunks."""
 Numbers = np.ndarray[Any, Any]
 
 
@@ -193,14 +193,14 @@ def rank_bytes(plan: PlanFacts, rank: int, stages: StageBytes) -> RankBytes:
     local = {s: of["message"][s] if {s, s + 1} <= set(own) else 0.0 for s in range(-1, len(of["saved"]))}
     # What a stage hands to its neighbour on the same rank is held until the neighbour's action, which counts it as its
     # own.
-    made = look_up(lambda s, kind: local[s - (kind.message == "backward")] if kind.message else 0.0)
-    taken = look_up(lambda s, kind: local[s - (kind.message == "forward")] if kind.message else 0.0)
+    made = look_up(lambda s, kind: local[s - (kind.direction == "backward")] if kind.direction else 0.0)
+    taken = look_up(lambda s, kind: local[s - (kind.direction == "forward")] if kind.direction else 0.0)
     gathered = gathered_chunks(plan, rank, stages.max_gathered) if any(of["gathered"]) else []
     whole, whole_after = _of_sharded(plan, row, gathered, of)
     held = (change + made - taken).cumsum()
     during = whole + held - made + extra + np.maximum(0.0, -change)
     posted, posted_after = _posted(plan, row, of["message"], stages, rank)
-    sent = look_up(lambda s, kind: _sent(plan, rank, s, kind.message, of["message"]))
+    sent = look_up(lambda s, kind: _sent(plan, rank, s, kind.direction, of["message"]))
     kept = _kept(sent, stages.outbox)
     before = np.concatenate([[0.0], kept[:-1]])
     gathers = sum(len(set(after) - set(before)) for before, after in pairwise([(), *gathered]))
@@ -273,7 +273,7 @@ def _posted(
             sender = stage + (1 if way == "backward" else -1)
             if not plan.has_stage(sender) or plan.rank_of(sender) == rank:
                 continue
-            takes = np.array([action.stage == stage and KINDS[action.kind].message == way for action in row])
+            takes = np.array([action.stage == stage and KINDS[action.kind].direction == way for action in row])
             size = message[stage + offset] / plan.num_slices
             taken = takes.cumsum()
             first = stages.posted_bytes // size if size else 0

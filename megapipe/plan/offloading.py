@@ -92,7 +92,7 @@ def _lives(
         if KINDS[action.kind].is_forward:
             if action not in kept and forward[action.stage] > 0:  # or there is nothing to copy
                 made[unit] = end
-        elif KINDS[action.kind].message is not None and unit in made:
+        elif KINDS[action.kind].direction is not None and unit in made:
             lives[unit] = _Life(made.pop(unit), start, copying * forward[action.stage])
     return lives
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from .facts import PlanFacts
 from .kinds import KINDS, TORCHS_LETTERS, overlapped
 from .placement import Placement, loop, v_shape
+from .plan_facts import PlanFacts
 from .recorder import Event
 from .verbs import Action
 
@@ -33,10 +33,10 @@ class Plan(PlanFacts):
 
     @cached_property
     def posted_ahead(self) -> list[dict[Action, list[Action]]]:
-        """Per rank and action, the actions behind it whose receives may be posted before it is launched, when its own
+        """Per rank and action, the later actions whose receives may be posted before it is launched, when its own
         messages have come: those of the next action or overlapped pair. Transports choose (`config.p2p_lookahead`).
         A host that waits for its device in the middle of any action does not make ranks wait for ever by it."""
-        from .posting import posted_ahead
+        from .early_receives import posted_ahead
 
         return [
             {row[at]: [row[one] for one in others] for at, others in of_rank.items()}
@@ -123,7 +123,7 @@ def plan_of(name: str, actions: Sequence[Sequence[Action]], pairs: Sequence[Sequ
     after.
 
     Args:
-        pairs: per rank, the places of the actions that are overlapped with the one behind them.
+        pairs: per rank, the places of the actions that are overlapped with the one after them.
 
     Raises:
         ValueError: the stages of the ranks are no placement.
@@ -171,7 +171,7 @@ def _events_of(row: Sequence[Action], pairs: Sequence[int]) -> list[Event]:
         unit, kind = (action.stage, action.microbatch, action.slice), KINDS[action.kind]
         is_second = at - 1 in pairs
         verb = overlapped(kind) if is_second or at in pairs else kind.verb
-        messages = [Event(f"{way}_{kind.message}", *unit) for way in ("recv", "send") if kind.message is not None]
+        messages = [Event(f"{way}_{kind.direction}", *unit) for way in ("recv", "send") if kind.direction is not None]
         # Only sends come between the two halves of a pair.
         before = len(events) - 2 * is_second
         events[before:before] = messages[:1]

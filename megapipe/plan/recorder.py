@@ -69,7 +69,7 @@ class Event(NamedTuple):
 def _message_of(verb: str) -> tuple[str, int]:
     """The kind of the message that a verb sends, takes or needs, and its boundary, from that above the verb's stage."""
     computed = kind_of(verb)
-    kind = verb.partition("_")[2] if computed is None else computed.message
+    kind = verb.partition("_")[2] if computed is None else computed.direction
     assert kind is not None, f"{verb} needs no message"
     return kind, -1 if (kind == "forward") != verb.startswith("send") else 0
 
@@ -86,10 +86,10 @@ class PlanRecorder(Verbs):
         """Units whose activations are in host memory: their chunks, and their places among its backwards."""
         self._recomputed = [self.settings.recomputes_stage(info.index) for info in self.stages]
 
-    def run(self, kind: str, chunk: int | None = 0, number: int | None = None) -> None:
-        if kind not in KINDS:
-            raise ScheduleError(f"rank {self.pp_rank} runs a {kind!r}, which is none of {', '.join(KINDS)}.")
-        self._run(KINDS[kind], KINDS[kind].verb, chunk, number)
+    def run(self, kind_name: str, chunk: int | None = 0, number: int | None = None) -> None:
+        if kind_name not in KINDS:
+            raise ScheduleError(f"rank {self.pp_rank} runs a {kind_name!r}, which is none of {', '.join(KINDS)}.")
+        self._run(KINDS[kind_name], KINDS[kind_name].verb, chunk, number)
 
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
         for kind, chunk in ((KINDS[name], chunk) for name, chunk in (first, second)):
@@ -128,9 +128,9 @@ class PlanRecorder(Verbs):
     def _run(self, kind: Kind, verb: str, chunk: int | None, number: int | None = None) -> None:
         if self.forward_only and not kind.is_forward:
             return
-        if chunk is not None or kind.message is not None:
+        if chunk is not None or kind.direction is not None:
             self._check_chunk(kind.verb, chunk)
-        chunk, number = self._begin(kind.name, chunk, number)
+        chunk, number = self._next_action(kind.name, chunk, number)
         self._move(kind, chunk, number)
         self.events.append(self._event(verb, chunk, number, kind.is_forward))
 

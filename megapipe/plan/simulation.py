@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from .check import check_ended
-from .exchanges import hide
-from .facts import PlanFacts
+from .hidden_communication import hide
 from .kinds import KINDS, RECOMPUTE
 from .memory import RankBytes, StageBytes, peak_activations, rank_bytes
+from .plan_facts import PlanFacts
 from .program import run
 from .verbs import Action
 
@@ -35,7 +35,8 @@ class Costs:
         message: time for which a message occupies its channel: its size over the bandwidth.
         optimizer: the optimizer's step on each rank, at the end of a training step.
         exchange: the part of `forward`, and of `backward_input`, that is communication within the stage, such as
-            exchanges of experts, and that pairs and pending Ws hide (exchanges.py). 0 where nothing is overlapped.
+            exchanges of experts, and that pairs and pending Ws hide (hidden_communication.py). 0 where nothing is
+            overlapped.
         slices: how long the slices of a sequence take beside each other, one number for each; they share out the times
             of a microbatch. None where all take as long. A message takes its equal share in any case.
         microbatches: how long microbatches take beside each other, one number for each; the times above are those of

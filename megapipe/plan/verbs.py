@@ -1,7 +1,8 @@
-"""The language of schedules: the verbs a schedule may say, and the facts it may ask for.
+"""The interface of schedules: the methods that a schedule calls to run actions and to send and receive messages
+("verbs"), and the numbers that it may ask for.
 
-A schedule is a function of one argument that speaks these verbs. Two classes implement them: `Pipeline` does the
-work, `PlanRecorder` writes the calls down. So the hand-written loop is the only source of truth for both.
+A schedule is a function of one argument, a `Verbs`. Two classes implement it: `Pipeline` computes and communicates,
+`PlanRecorder` writes the calls down as a plan. So the hand-written loop is the only source of truth for both.
 """
 
 from __future__ import annotations
@@ -17,19 +18,18 @@ from typing import Any, NamedTuple
 from .kinds import KINDS, Kind
 from .placement import Placement
 
-# What a microbatch goes through on a chunk, in this order. A kind of action counts as the step of its message, since a
-# microbatch's backward is one or the other, and `forward_backward_step` as both steps.
-COURSE = ("recv_forward", "forward_step", "send_forward", "recv_backward", "backward_step", "send_backward")
+# The verbs that each microbatch goes through on a chunk, in this order. B and BW both count as "backward_step", since
+# a microbatch has one of them. A pair counts as one forward_step and one backward_step.
+VERBS_IN_ORDER = ("recv_forward", "forward_step", "send_forward", "recv_backward", "backward_step", "send_backward")
 
 
 class ScheduleError(ValueError):
-    """A schedule says its verbs in an order that cannot work."""
+    """A schedule calls verbs in an order that cannot work."""
 
 
 class Action(NamedTuple):
-    """One computation: `2F0` is the forward of microbatch 0 through stage 2, `2B0` its backward, `2W0` its
-    weight-gradient pass where that is deferred. Where sequences are cut, `2F0` is that of the first slice, `2F0.1` that
-    of the second."""
+    """One computation. `2F0` is the forward of microbatch 0 on stage 2, `2B0` its backward, `2W0` its deferred weight
+    gradients. If sequences are cut into slices, `2F0` is the forward of the first slice and `2F0.1` of the second."""
 
     stage: int
     kind: str
@@ -69,25 +69,27 @@ def unit_name(microbatch: int, slice: int) -> str:
 
 
 def unit_in_words(microbatch: int, slice: int, num_slices: int) -> str:
-    """A unit in words, for messages."""
+    """A unit in words, for error texts."""
     return f"microbatch {microbatch}" if num_slices == 1 else f"slice {slice} of microbatch {microbatch}"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of schedules, the same on all ranks. A schedule ignores those that it does not know.
+    """Settings of schedules, the same on all ranks. A schedule ignores those that it does not use.
 
     Attributes:
         microbatch_group_size: how many microbatches interleaved schedules run through a chunk before they turn to the
-            next; None for the number of ranks.
-        max_in_flight: most microbatches of a whole rank that any rank may have in flight, from F to W; None for the
-            schedule's own. Some schedules trade memory for speed within it; the others are refused if they need more.
-        min_pending_weights: as many Ws of a rank wait until its last B is done: work for overlap windows.
-        max_pending_weights: most Ws of a rank that wait after a B; None for the schedule's own, or 1 where anything is
-            recomputed or moved to host memory, since what is back lives until its W. Fewer hold less memory.
+            next; None for the smallest that works (ranks / slices), or the largest that `max_in_flight` allows.
+        max_in_flight: the most that any rank may have in flight, from F to W: 1.0 is one microbatch in all chunks of a
+            rank, so one chunk of v counts 1/v. None for what the schedule needs. Some schedules use more to gain speed;
+            the others are refused if they need more.
+        min_pending_weights: at least this many Ws of a rank stay pending until its last B: work for overlap windows.
+        max_pending_weights: at most this many Ws of a rank are pending after a B; fewer hold less memory. None for what
+            the schedule needs, or 1 if anything is recomputed or offloaded, since recomputed or reloaded activations
+            stay in memory until W.
         recompute: whether the activations of a chunk are computed again before its backward; or for each stage.
-        offload: the time to copy to host memory what an F saves, over the time of that F: activations are moved there
-            where that takes no time of the step's (`offload_activations`). None where they stay.
+        offload: the time to copy to host memory what an F saves, divided by the time of that F. Activations are moved
+            there if that makes the step no longer (`offload_activations`). None to move nothing.
     """
 
     microbatch_group_size: int | None = None
@@ -106,12 +108,12 @@ class Settings:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any stage does."""
+        """Whether any stage recomputes."""
         return any(self.recompute) if isinstance(self.recompute, tuple) else self.recompute
 
     @property
-    def most_pending_weights(self) -> int | None:
-        """`max_pending_weights`, or its default."""
+    def pending_weights_cap(self) -> int | None:
+        """`max_pending_weights` if it is set, else its default."""
         is_capped = self.recomputes or self.offload is not None
         return 1 if self.max_pending_weights is None and is_capped else self.max_pending_weights
 
@@ -120,12 +122,12 @@ class Settings:
 
 
 class Verbs(ABC):
-    """What a schedule sees of its pipeline.
+    """The object that a schedule is called with: its rank's part of the pipeline.
 
-    Every verb handles the chunk's next unit of work, in order, so none takes a number. A unit is a microbatch, or one
-    of the slices that its sequences are cut into: forwards take the slices of a microbatch first to last, backwards
-    last to first, since a slice is attended to by those after it. A verb that has nothing to do returns at once: there
-    is no message where the neighbouring stage does not exist, and with `forward_only` nothing goes backward.
+    Every verb handles the chunk's next unit, in order, so none takes a microbatch number. A unit is a microbatch, or a
+    slice of one if sequences are cut. Forwards take the slices of a microbatch first to last, backwards last to first,
+    since later slices attend to earlier ones. A verb that has nothing to do returns at once: the first stage receives
+    no input, and with `forward_only` nothing goes backward.
     """
 
     def __init__(
@@ -149,22 +151,23 @@ class Verbs(ABC):
         self.forward_only = forward_only
         self.settings = settings or Settings()
         self.stages = placement.stages(pp_rank, pp_size, num_chunks)
-        self._counts = {verb: [0] * num_chunks for verb in COURSE}
+        self._counts = {verb: [0] * num_chunks for verb in VERBS_IN_ORDER}
         counts = [[self.num_units] * num_chunks, *self._counts.values()]
-        self._before_and_own = dict(zip(COURSE, pairwise(counts)))
+        self._before_and_own = dict(zip(VERBS_IN_ORDER, pairwise(counts)))
         """The counts, by chunk, of the verb before each verb, and its own."""
         optional = [kind for kind in KINDS.values() if kind.is_optional]
         needed = [kind for kind in KINDS.values() if kind.after is not None and not kind.is_optional]
         self._pending: dict[str, deque[tuple[int, int]]] = {kind.name: deque() for kind in needed}
-        """The units that a kind which follows another may take: their chunk and their number in the order of the
-        chunk's backwards. The order is that in which they became ready."""
+        """The units that may take a kind that follows another: for "W", the only one, those whose B is done. Each is
+        (chunk, number of its backward on that chunk); the oldest is first."""
         self._followers = {name: [kind.name for kind in needed if kind.after == name] for name in KINDS}
         self._passed = {kind.name: [0] * num_chunks for kind in optional}
-        """Units of each chunk, in the order of its backwards, that an optional kind has taken or left out."""
-        self._steps = {kind.name: f"{kind.message}_step" for kind in KINDS.values() if kind.message is not None}
+        """How many units have taken an optional kind or were passed over, by kind and chunk. They take it in the order
+        of the chunk's backwards."""
+        self._verbs = {kind.name: f"{kind.direction}_step" for kind in KINDS.values() if kind.direction is not None}
 
-    def begin(self) -> None:
-        """Count from nought, for another step."""
+    def reset(self) -> None:
+        """Called when a step begins: set all counters to 0."""
         for counts in (*self._counts.values(), *self._passed.values()):
             counts[:] = [0] * self.num_chunks
         for pending in self._pending.values():
@@ -173,37 +176,45 @@ class Verbs(ABC):
     # Facts
 
     def num_forwards_left(self, chunk: int = 0) -> int:
-        """Forwards of this chunk still to be run in this step, in units."""
+        """How many forwards of this chunk have still to be run in this step."""
         return self.num_units - self._counts["forward_step"][chunk]
 
     def num_backwards_left(self, chunk: int = 0) -> int:
-        """Backwards of this chunk still to be run in this step, in units: none with `forward_only`."""
+        """How many backwards of this chunk have still to be run in this step: 0 with `forward_only`."""
         return 0 if self.forward_only else self.num_units - self._counts["backward_step"][chunk]
 
     def num_pending_weights(self, chunk: int | None = None) -> int:
-        """Deferred weight-gradient passes (W) that are still to be run: of this chunk, or of all."""
+        """How many Ws are pending: their B has run, and they have not. Of this chunk, or of the rank."""
         pending = self._pending["W"]
-        return len(pending) if chunk is None else [of for of, _ in pending].count(chunk)
+        return len(pending) if chunk is None else [other for other, _ in pending].count(chunk)
 
     # Verbs
 
     @abstractmethod
     def recv_forward(self, chunk: int = 0) -> None:
-        """Take the next forward input from the previous stage. `forward_step` waits for it, this does not."""
+        """Request the next input from the previous stage. It does not wait; `forward_step` does. Over gloo the receive
+        may be posted now, over NCCL it is posted later."""
 
     @abstractmethod
-    def run(self, kind: str, chunk: int | None = 0, number: int | None = None) -> None:
-        """Run the chunk's next action of a kind (kinds.py).
+    def run(self, kind_name: str, chunk: int | None = 0, number: int | None = None) -> None:
+        """Run the chunk's next action of a kind.
 
         Args:
-            chunk: None for the unit that has waited longest, where the kind follows another and is not optional.
-            number: which unit of the chunk's an optional kind takes, in the order of its backwards; None for the next.
+            kind_name: a name in `KINDS` (kinds.py).
+            chunk: None is for W alone: the oldest pending W of the rank.
+            number: for optional kinds (R, O, L): which unit of the chunk, counted in the order of its backwards. None
+                for the next.
+
+        Raises:
+            ScheduleError: no unit is ready for it.
         """
 
     @abstractmethod
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
-        """Run the next actions of two kinds and chunks, overlapped where the model can. What they make is sent when it
-        is there, which may be before this returns; `send_forward` and `send_backward` follow all the same."""
+        """Run two actions, each a (kind, chunk), overlapped if the model can run in segments.
+
+        Their outputs may be sent before this returns. The schedule must call `send_forward` and `send_backward` after
+        it all the same."""
 
     def forward_step(self, chunk: int = 0) -> None:
         """F: run the chunk on its next input."""
@@ -211,46 +222,57 @@ class Verbs(ABC):
 
     @abstractmethod
     def recompute_step(self, chunk: int = 0) -> None:
-        """R: compute the activations of the unit that goes backward next again, before its gradient is waited for.
-        Nothing where its F has kept them: where the chunk is not to be recomputed, and where the F was the rank's last
-        action. A schedule that wants one earlier says `run("R", chunk)`."""
+        """R: recompute the activations of the unit that goes backward next. Called before `recv_backward`, so that it
+        runs while the gradient is on its way. It does nothing if the F of that unit kept its activations: the chunk is
+        not recomputed, or the F was the action just before this backward. To run an R earlier, call `run("R", chunk)`.
+        """
 
     @abstractmethod
     def send_forward(self, chunk: int = 0) -> None:
-        """Send the oldest output not sent yet to the next stage. Does not wait."""
+        """Send the oldest output that is not yet sent to the next stage. It does not wait."""
 
     @abstractmethod
     def recv_backward(self, chunk: int = 0) -> None:
-        """Take the next output gradient from the next stage. `backward_step` waits for it, this does not."""
+        """Request the next output gradient from the next stage. It does not wait; the backward does."""
 
     def backward_step(self, chunk: int = 0) -> None:
-        """B and W together: the gradients of the oldest microbatch in flight."""
+        """BW: the whole backward of the oldest unit in flight."""
         self.run("BW", chunk)
 
     def backward_input_step(self, chunk: int = 0) -> None:
-        """B: the input gradient of the oldest microbatch in flight. Its weight-gradient pass (W) is deferred."""
+        """B: the input gradients of the oldest unit in flight. Its W becomes pending.
+
+        Layers defer their weight gradients by `weight_grad.defer`. A layer that does not computes them within B."""
         self.run("B", chunk)
 
     def backward_weight_step(self, chunk: int | None = None) -> None:
-        """W: the weight gradients deferred longest, of this chunk or of all."""
+        """W: the weight gradients of the oldest pending W, of this chunk or of the rank."""
         self.run("W", chunk)
 
     def forward_backward_step(self, forward_chunk: int, backward_chunk: int) -> None:
-        """F of one chunk and B and W of another, overlapped where the model can (`run_pair`)."""
+        """F of one chunk and BW of another, overlapped if the model can (`run_pair`)."""
         self.run_pair(("F", forward_chunk), ("BW", backward_chunk))
 
     @abstractmethod
     def send_backward(self, chunk: int = 0) -> None:
-        """Send the oldest input gradient not sent yet to the previous stage. Does not wait."""
+        """Send the oldest input gradient that is not yet sent to the previous stage. It does not wait."""
 
     @abstractmethod
     def finish(self) -> Any:
-        """End the step. Every schedule returns what this returns."""
+        """End the step. Called last: every schedule ends with `return pipe.finish()`.
+
+        Raises:
+            ScheduleError: some action or message of the step is missing.
+        """
 
     # Bookkeeping for the two that implement the verbs
 
     def _advance(self, verb: str, chunk: int) -> int:
-        """Count one call of `verb` and return its number. `_unit` tells what it is about."""
+        """Count one call of `verb`. Returns its number on this chunk, from 0; `_unit` translates it.
+
+        Raises:
+            ScheduleError: the call comes too early, or is one too many.
+        """
         before, own = self._before_and_own[verb]
         number = own[chunk]
         if before[chunk] - number < self.num_slices:
@@ -259,22 +281,22 @@ class Verbs(ABC):
         return number
 
     def _unit(self, verb: str, number: int) -> tuple[int, int]:
-        """The microbatch and the slice of a call of `verb`."""
+        """The microbatch and the slice that call `number` of `verb` handles."""
         microbatch, index = divmod(number, self.num_slices)
         return microbatch, self.num_slices - 1 - index if "backward" in verb else index
 
     def _check_ready(self, verb: str, chunk: int) -> None:
-        """Raises ScheduleError where the next call of `verb` comes too early, or is one too many."""
+        """Raises ScheduleError if the next call of `verb` comes too early, or is one too many."""
         before, own = self._before_and_own[verb]
         if own[chunk] == self.num_units:
             raise ScheduleError(
                 f"rank {self.pp_rank} calls {verb}({chunk}) more often than there are {self._units} ({self.num_units})."
             )
         num_ready = before[chunk]
-        if verb == "recv_backward":  # which begins with the slice that went forward last
+        if verb == "recv_backward":  # its first slice is the last one that went forward
             num_ready -= num_ready % self.num_slices
         if own[chunk] >= num_ready:
-            required = COURSE[COURSE.index(verb) - 1]
+            required = VERBS_IN_ORDER[VERBS_IN_ORDER.index(verb) - 1]
             unit = unit_in_words(*self._unit(verb, own[chunk]), self.num_slices)
             raise ScheduleError(f"rank {self.pp_rank} calls {verb}({chunk}) for {unit} before {required}({chunk}).")
 
@@ -282,21 +304,22 @@ class Verbs(ABC):
     def _units(self) -> str:
         return "microbatches" if self.num_slices == 1 else "slices of microbatches"
 
-    def _begin(self, kind: str, chunk: int | None, number: int | None = None) -> tuple[int, int]:
-        """Count the next action of a kind. Returns its chunk, and its number among those of its kind's order: that of
-        forwards or, for all others, that of backwards."""
-        row = KINDS[kind]
-        if row.message is None:
-            chunk, number = self._take_pending(row, chunk, number)
+    def _next_action(self, kind_name: str, chunk: int | None, number: int | None = None) -> tuple[int, int]:
+        """Count the next action of a kind. Returns (chunk, k): for F the k-th forward of the chunk, for all other kinds
+        its k-th backward."""
+        kind = KINDS[kind_name]
+        if kind.direction is None:
+            chunk, number = self._take_pending(kind, chunk, number)
         else:
             assert chunk is not None
-            number = self._advance(self._steps[kind], chunk)
-        for name in self._followers[kind]:
+            number = self._advance(self._verbs[kind_name], chunk)
+        for name in self._followers[kind_name]:
             self._pending[name].append((chunk, number))
         return chunk, number
 
     def _take_pending(self, kind: Kind, chunk: int | None, number: int | None = None) -> tuple[int, int]:
-        """The unit that goes backward first of those of a chunk; of all, the one that has waited longest."""
+        """The unit that takes an action without messages next. Of a chunk it is the one that goes backward first; of
+        the whole rank (`chunk` is None) the one that became ready first."""
         if kind.is_optional and chunk is not None:
             next_one = self._next_optional(kind.name, chunk)
             number = next_one if number is None else number
@@ -308,19 +331,19 @@ class Verbs(ABC):
             if chunk is None or chunk == unit[0]:
                 del pending[index]
                 return unit
-        step = self._steps[kind.after or ""]
-        counts, whose = (self._counts[step], "") if chunk is None else ([self._counts[step][chunk]], " of that chunk")
+        verb = self._verbs[kind.after or ""]
+        counts, whose = (self._counts[verb], "") if chunk is None else ([self._counts[verb][chunk]], " of that chunk")
         raise ScheduleError(
             f"rank {self.pp_rank} calls {kind.verb}({'' if chunk is None else chunk}) but has no deferred {kind.label}"
-            f"{whose} (after {sum(counts)} {step.removesuffix('_step')}s)."
+            f"{whose} (after {sum(counts)} {verb.removesuffix('_step')}s)."
         )
 
-    def _next_optional(self, kind: str, chunk: int) -> int:
-        """The unit of a chunk, in the order of its backwards, that an optional kind may take next."""
-        return max(self._passed[kind][chunk], self._counts["backward_step"][chunk])
+    def _next_optional(self, kind_name: str, chunk: int) -> int:
+        """The number of the unit that an optional kind may take next, in the order of the chunk's backwards."""
+        return max(self._passed[kind_name][chunk], self._counts["backward_step"][chunk])
 
     def _num_forwarded(self, chunk: int) -> int:
-        """The units of a chunk that have gone forward, those of whole microbatches: they go backward in this order."""
+        """How many units of a chunk have gone forward, counting only microbatches whose slices all have."""
         count = self._counts["forward_step"][chunk]
         return count - count % self.num_slices
 
@@ -333,9 +356,9 @@ class Verbs(ABC):
                         f"rank {self.pp_rank} ended its step after {count} calls of {verb}({chunk}); there are "
                         f"{expected} {self._units}."
                     )
-        for kind, pending in self._pending.items():
+        for name, pending in self._pending.items():
             if pending:
                 chunk, _ = min(pending)
-                number = [of for of, _ in pending].count(chunk)
-                without = f"without the {kind}s of {number} {self._units} of chunk {chunk}"
+                number = [other for other, _ in pending].count(chunk)
+                without = f"without the {name}s of {number} {self._units} of chunk {chunk}"
                 raise ScheduleError(f"rank {self.pp_rank} ended its step {without}.")

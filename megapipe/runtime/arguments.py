@@ -45,9 +45,9 @@ AGREED_ON = (
 """Fields of the config that all ranks must set alike."""
 
 
-def pipeline_group(known: Sequence[Framework], pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
+def pipeline_group(in_use: Sequence[Framework], pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
     """The pipeline's process group: the caller's, or else parallel_state's. None without torch.distributed."""
-    for framework in known:
+    for framework in in_use:
         framework.check_groups(pg_collection)
         framework.check_groups(p2p_communicator)
     group = getattr(pg_collection, "pp", None) or getattr(p2p_communicator, "pp_group", None)
@@ -57,7 +57,7 @@ def pipeline_group(known: Sequence[Framework], pg_collection: Any, p2p_communica
 
 
 def config_of(
-    known: Sequence[Framework], schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any
+    in_use: Sequence[Framework], schedule: Schedule, models: Sequence[nn.Module], pg_collection: Any
 ) -> StepConfig:
     """The checked settings of the rank's chunks; sizes of groups are those of `pg_collection`."""
     config = common_config(map(find_attribute, models, itertools.repeat("config")))
@@ -66,7 +66,7 @@ def config_of(
         group = getattr(pg_collection, short, None)
         if group is not None:
             settings[name] = group.size()
-    for framework in known:
+    for framework in in_use:
         settings |= framework.read_config(config, schedule)
     return StepConfig.of(config, **settings)
 
@@ -101,28 +101,28 @@ def iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
     return list(itertools.tee(data_iterator, num_chunks))
 
 
-def check_arguments(step: Call, stages: Sequence[StageInfo]) -> None:
+def check_arguments(call: Call, stages: Sequence[StageInfo]) -> None:
     """Raises ValueError or TypeError for arguments that cannot be."""
     for name in PER_CHUNK:
-        functions = getattr(step.config, name)
-        if isinstance(functions, (list, tuple)) and len(functions) != len(step.models):
+        functions = getattr(call.config, name)
+        if isinstance(functions, (list, tuple)) and len(functions) != len(call.models):
             raise ValueError(
-                f"config.{name} is a list of {len(functions)} but there are {len(step.models)} chunks: give one for "
+                f"config.{name} is a list of {len(functions)} but there are {len(call.models)} chunks: give one for "
                 "each, or a single one for all."
             )
-    lengths, num_slices = step.config.sequence_slice_lengths, step.config.num_sequence_slices
+    lengths, num_slices = call.config.sequence_slice_lengths, call.config.num_sequence_slices
     if lengths is not None and len(lengths) != num_slices:
         raise ValueError(
             f"config.sequence_slice_lengths has {len(lengths)} lengths, but num_sequence_slices is {num_slices}: give "
             "one length for each slice."
         )
-    per_stage = step.config.settings.recompute
+    per_stage = call.config.settings.recompute
     if isinstance(per_stage, tuple) and len(per_stage) != stages[0].num_stages:
         raise ValueError(
             f"config.recompute is a sequence of {len(per_stage)} but the pipeline has {stages[0].num_stages} stages: "
             "give one for each, or a single one for all."
         )
-    for model, stage, structure in zip(step.models, stages, step.structures):
+    for model, stage, structure in zip(call.models, stages, call.structures):
         _check_stage(model, stage)
         for change in structure.changes:
             raise ValueError(f"stage {stage.index} cannot run: {change}")
@@ -132,11 +132,11 @@ def check_arguments(step: Call, stages: Sequence[StageInfo]) -> None:
                 "in megapipe.PipelineStage, which calls it with its input, or give it one that keeps the input for the "
                 "next forward."
             )
-        if step.forward_only:
+        if call.forward_only:
             continue
-        find_cut(model, step.frameworks)  # may refuse it
-    for framework in step.frameworks if not step.forward_only else ():
-        framework.check_chunks(step.models)
+        find_cut(model, call.frameworks)  # may refuse it
+    for framework in call.frameworks if not call.forward_only else ():
+        framework.check_chunks(call.models)
 
 
 def check_call(call: Call, pp_size: int) -> None:
@@ -211,20 +211,21 @@ def remote_peers(stage: StageInfo, placement: Placement, pp_rank: int, pp_size: 
     return below, above
 
 
-def specs_of(step: Call, stages: Sequence[StageInfo], peers: Sequence[Peers]) -> Specs:
-    """Per stage, the messages from and to other ranks, where they are known beforehand."""
+def specs_of(call: Call, stages: Sequence[StageInfo], peers: Sequence[Peers]) -> Specs:
+    """Returns for each stage the specs of the messages from and to other ranks; None if neither the arguments nor the
+    model tell them."""
     specs: Specs = []
-    for model, stage, (below, above) in zip(step.models, stages, peers):
-        if step.config.variable_seq_lengths or (below, above) == NO_PEERS:
+    for model, stage, (below, above) in zip(call.models, stages, peers):
+        if call.config.variable_seq_lengths or (below, above) == NO_PEERS:
             specs.append((None, None))
         else:
-            parts = [message_specs(model, stage, part) for part in step.of_slices(step.slices)]
+            parts = [message_specs(model, stage, part) for part in call.of_slices(call.slices)]
             received, sent = ([spec for spec in of_parts if spec is not None] for of_parts in zip(*parts))
             specs.append((None if below is None else received or None, None if above is None else sent or None))
     return specs
 
 
-def to_agree_on(called: str, step: Call, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
+def to_agree_on(called: str, call: Call, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
     """The arguments that ranks must agree on, with their values. Both ends of a boundary tell its message.
 
     Args:
@@ -233,13 +234,13 @@ def to_agree_on(called: str, step: Call, stages: Sequence[StageInfo], specs: Spe
     arguments = {
         "the schedule": called,
         "the number of chunks per rank": str(len(stages)),
-        "num_microbatches": str(step.num_microbatches),
-        "the slices of a sequence": str([part.length for part in step.slices] or "none"),
-        "forward_only": str(step.forward_only),
-        "the type of device": step.device.type,
-        "whether a PostValidatedOptimizer trains the model": str(step.config.post_validated_optimizer is not None),
+        "num_microbatches": str(call.num_microbatches),
+        "the slices of a sequence": str([part.length for part in call.slices] or "none"),
+        "forward_only": str(call.forward_only),
+        "the type of device": call.device.type,
+        "whether a PostValidatedOptimizer trains the model": str(call.config.post_validated_optimizer is not None),
     }
-    arguments |= {name: str(getattr(step.config, name)) for name in AGREED_ON}
+    arguments |= {name: str(getattr(call.config, name)) for name in AGREED_ON}
     for stage, (received, sent) in zip(stages, specs):
         if received is not None:
             arguments[boundary_name(stage.index - 1)] = ", then ".join(map(str, received))

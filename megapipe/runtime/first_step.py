@@ -1,5 +1,5 @@
-"""What is looked at in a chunk's first steps only: the messages that it exchanges, where they are not described yet,
-and whether it is trained, which is looked at again when the structure of the chunk has changed."""
+"""What is found out about a chunk in its first step: the shapes of its messages, if neither the arguments nor the model
+tell them, and whether it is trained. When the structure of a chunk has changed, its next step is a first step again."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..chunks import named_parameters
-from ..stages import Call, NoGradientWarning, Stage, Unit, UnsplitBackwardWarning, warn
-from .found_shapes import Different, Seen, UndescribedMessages
+from ..stages import Call, NoGradientWarning, Stage, UnitState, UnsplitBackwardWarning, warn
+from .found_shapes import FoundShapes, SeenMessages, SeenSpecs
 from .plans import PlanKey
 from .session import Alone, Session
 
 
-def first_steps(stages: Sequence[Stage], step: Call, undescribed: UndescribedMessages) -> list[FirstStep | None]:
-    """What looks at each chunk; None where this is not its first step."""
+def make_first_steps(stages: Sequence[Stage], call: Call, found_shapes: FoundShapes) -> list[FirstStep | None]:
+    """An observer for each chunk that runs its first step; None for the others."""
     return [
-        FirstStep(stage, step.num_slices)
-        if (not step.forward_only and FirstStep not in step.structures[chunk].kept) or undescribed.is_first(chunk)
+        FirstStep(stage, call.num_slices)
+        if (not call.forward_only and FirstStep not in call.structures[chunk].kept) or found_shapes.is_first(chunk)
         else None
         for chunk, stage in enumerate(stages)
     ]
 
 
 def end_first_steps(
-    looks: Sequence[FirstStep | None],
-    step: Call,
+    first_steps: Sequence[FirstStep | None],
+    call: Call,
     key: PlanKey,
-    undescribed: UndescribedMessages,
-    has_gradients: bool,
+    found_shapes: FoundShapes,
+    gradients_in_params: bool,
     session: Session | Alone,
 ) -> None:
-    """After the loops: keep what was found, and warn of what is odd. Collective over the pipeline in its first training
-    step under a schedule.
+    """Called after the loops of a step. Keeps the shapes that were found, and warns of parameters without a gradient
+    and of Ws without work. Collective over the pipeline in its first training step under a schedule.
 
     Args:
-        has_gradients: parameters have their gradients, unless an option keeps them.
+        gradients_in_params: gradients are in the `.grad` of the parameters now, and not kept elsewhere by an option.
     """
     unsplit = []
-    for chunk, look in enumerate(looks):
-        if look is not None:
-            undescribed.keep(chunk, look.seen)
-            kept = step.structures[chunk].kept
-            if not step.forward_only and FirstStep not in kept:
+    for chunk, first_step in enumerate(first_steps):
+        if first_step is not None:
+            found_shapes.keep(chunk, first_step.seen)
+            kept = call.structures[chunk].kept
+            if not call.forward_only and FirstStep not in kept:
                 kept[FirstStep] = True
-                look.warn_of_what_is_not_trained(has_gradients)
-                if look.leaves_nothing_to_w:
-                    unsplit.append(look.stage.info.index)
-    if not step.forward_only:
+                first_step.warn_of_what_is_not_trained(gradients_in_params)
+                if first_step.leaves_nothing_to_w:
+                    unsplit.append(first_step.stage.info.index)
+    if not call.forward_only:
         _warn_of_empty_ws(unsplit, key, session)
 
 
@@ -76,16 +76,16 @@ def _warn_of_empty_ws(unsplit: list[int], key: PlanKey, session: Session | Alone
 
 
 class FirstStep:
-    """What is seen of a stage in a step that is looked at."""
+    """Observes one stage during its first step: the messages that it exchanges, and whether gradients reach it."""
 
     def __init__(self, stage: Stage, num_slices: int) -> None:
         self.stage = stage
-        self.seen = Seen(Different(num_slices), Different(num_slices))
+        self.seen = SeenMessages(SeenSpecs(num_slices), SeenSpecs(num_slices))
         self._has_run_backward = False
         self._has_deferred = False
 
-    def look(self, unit: Unit) -> None:
-        """After an action, before what it made goes on."""
+    def observe(self, unit: UnitState) -> None:
+        """Called after each action of the stage, before its result is taken from the unit."""
         if unit.received is not None and unit.received.spec is not None:
             self.seen.received.add(unit.received.spec, unit.slice)
         if unit.output is not None and unit.output.spec is not None:
@@ -99,15 +99,15 @@ class FirstStep:
         could = any(p.dim() > 1 and p.requires_grad for _, p in named_parameters(self.stage.module))
         return self._has_run_backward and could and not self._has_deferred
 
-    def warn_of_what_is_not_trained(self, has_gradients: bool) -> None:
+    def warn_of_what_is_not_trained(self, gradients_in_params: bool) -> None:
         if not self._has_run_backward:  # which has been said, here or by the stage that hands back no gradient
             return
-        number = self.stage.info.index
+        index = self.stage.info.index
         trainable = [(name, p) for name, p in named_parameters(self.stage.module) if p.requires_grad]
-        without = [name for name, parameter in trainable if has_gradients and not _has_gradient(parameter)]
+        without = [name for name, parameter in trainable if gradients_in_params and not _has_gradient(parameter)]
         if without:
             warn(
-                f"{_listed(without)} of stage {number} got no gradient in a whole step, since no loss of it depends on "
+                f"{_listed(without)} of stage {index} got no gradient in a whole step, since no loss of it depends on "
                 "them: freeze what is not to be trained by requires_grad_(False)",
                 NoGradientWarning,
             )

@@ -1,12 +1,11 @@
-"""Messages that are not described beforehand: each is described in the first step, by a header that precedes it, and
-expected to be the same from then on.
+"""Shapes of messages that neither the arguments nor the models tell. In the first step a header before each message
+tells them; in later steps messages are expected to have the same shapes.
 
-Both ends of a boundary see the same messages in the same step, so they come to the same conclusion: one description for
-all of them, or, where they differ within the first step, a header in each step.
+Both ends of a boundary see the same messages in the same step, so they come to the same conclusion: all messages of the
+first step had the same spec, which is then kept; or they differed, and each message has a header in every step.
 
-Only its sizes are sure to hold in later steps: a stage may be unfrozen, of which no other rank knows, or a plain value
-may be another one. So a message keeps its header where it holds plain values, or floating point without a gradient.
-"""
+Only sizes are sure to stay the same: a stage may be unfrozen, of which no other rank knows, or a plain value may
+change. So a message that holds plain values, or floating-point tensors without a gradient, keeps its header."""
 
 from __future__ import annotations
 
@@ -23,11 +22,12 @@ from ..stages import Call
 from ..structure import kept_for
 
 Specs = list[tuple[Sequence[MessageSpec] | None, Sequence[MessageSpec] | None]]
-"""Per stage the message that it receives and the one that it sends, where known: one, or one for each slice."""
+"""The specs of the messages that each stage receives, and of those that it sends: one for each slice, or None if they
+are not known."""
 
 
-class Different:
-    """The different messages over a boundary, of each slice of a sequence by itself."""
+class SeenSpecs:
+    """The specs of all messages over one boundary in a step, without repetition. Each slice has a set of its own."""
 
     def __init__(self, num_slices: int = 1) -> None:
         self._specs: list[set[MessageSpec]] = [set() for _ in range(num_slices)]
@@ -36,28 +36,28 @@ class Different:
         self._specs[slice].add(spec)
 
     def only(self) -> list[MessageSpec] | None:
-        """That of each slice, if it was always the same."""
+        """Returns the spec of each slice; None if the messages of some slice differed."""
         return [next(iter(specs)) for specs in self._specs] if all(len(specs) == 1 for specs in self._specs) else None
 
 
-class Seen(NamedTuple):
-    """The messages of a chunk in its first step."""
+class SeenMessages(NamedTuple):
+    """The specs of the messages that a chunk received and sent in its first step."""
 
-    received: Different
-    sent: Different
+    received: SeenSpecs
+    sent: SeenSpecs
 
 
-class UndescribedMessages:
-    """The messages of a step between this rank and others that neither the model nor the arguments describe.
+class FoundShapes:
+    """The messages between this rank and others whose shapes are found in the first step.
 
-    What may change their shapes, and is known to all ranks before the step, is its situation: whether there will be
-    gradients, the sizes that the schedule is called with, and the slices of a sequence. In another one they are found
-    anew. They are kept for the chunk, whatever becomes of its parts, of which the peer does not know; by the peer,
-    since another one has not seen them.
+    They are kept for the chunk, whatever becomes of its parts, of which the peer does not know. The key has all that
+    may change their shapes and is known to all ranks before the step: whether there will be gradients, the sizes that
+    the schedule is called with, the slices of a sequence, and the peer, since another one has not seen them. Under
+    another key they are found anew.
 
     Args:
-        session: in which they are found.
-        peers: by chunk, the ranks with which it exchanges such messages: that before it, and that behind it.
+        session: the session in which they are found.
+        peers: by chunk, the ranks with which it exchanges such messages: of the previous stage and of the next one.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class UndescribedMessages:
         self._peers = peers
         self._sizes = call.seq_length, call.micro_batch_size, call.decoder_seq_length
         self._forward_only = call.forward_only
-        situation = (ref(session), call.forward_only, *self._sizes, *(part.length for part in call.slices))
-        self._found: dict[int, dict[object, Different]] = {
-            chunk: kept_for(_stage_in(call.models[chunk])).setdefault(UndescribedMessages, {}) for chunk in peers
+        step_key = (ref(session), call.forward_only, *self._sizes, *(part.length for part in call.slices))
+        self._found: dict[int, dict[object, SeenSpecs]] = {
+            chunk: kept_for(_stage_in(call.models[chunk])).setdefault(FoundShapes, {}) for chunk in peers
         }
         self._keys = {
-            chunk: [(stages[chunk], side, peer, situation) for side, peer in zip(Seen._fields, around)]
+            chunk: [(stages[chunk], side, peer, step_key) for side, peer in zip(SeenMessages._fields, around)]
             for chunk, around in peers.items()
         }
 
@@ -83,15 +83,17 @@ class UndescribedMessages:
         return chunk in self._peers
 
     def is_first(self, chunk: int) -> bool:
-        """Whether messages of the chunk are to be found in this step."""
-        return None in [of for of, peer in zip(self._known(chunk), self._peers.get(chunk, ())) if peer is not None]
+        """Whether this step is the first one of the chunk, so that shapes are found in it."""
+        peers = self._peers.get(chunk, ())
+        return None in [specs for specs, peer in zip(self._known(chunk), peers) if peer is not None]
 
-    def _known(self, chunk: int) -> list[Different | None]:
-        """What was seen of the messages from below and to above in an earlier step."""
+    def _known(self, chunk: int) -> list[SeenSpecs | None]:
+        """The specs received and sent in an earlier first step; None for those that are not found yet."""
         return [self._found[chunk].get(key) for key in self._keys.get(chunk, ())]
 
     def fill_in(self, specs: Specs) -> None:
-        """Put in what was found in an earlier step. Where messages varied there, each is described again."""
+        """Put the found specs into `specs`. If messages differed in the first step, None is put in: each has a
+        header."""
         for chunk in self._peers:
             received, sent = (None if seen is None else seen.only() for seen in self._known(chunk))
             specs[chunk] = received, sent
@@ -100,18 +102,18 @@ class UndescribedMessages:
         """Whether a header precedes each message over a boundary of the chunk.
 
         Args:
-            specs: of what is received, or of what is sent.
+            specs: of the messages over that boundary; None if they are not known.
         """
         return specs is None or (chunk in self and any(spec.may_change(self._forward_only) for spec in specs))
 
-    def keep(self, chunk: int, seen: Seen) -> None:
-        """After a whole step."""
+    def keep(self, chunk: int, seen: SeenMessages) -> None:
+        """Called after a whole step: keep the specs that were seen, unless some are kept already."""
         for key, peer, different in zip(self._keys.get(chunk, ()), self._peers.get(chunk, ()), seen):
             if peer is not None:
                 self._found[chunk].setdefault(key, different)
 
     def to_agree_on(self, specs: Specs) -> dict[str, str]:
-        """Both ends of a boundary find a message, or neither does."""
+        """What ranks must agree on: either both ends of a boundary find its shapes in this step, or neither does."""
         arguments = {"whether shapes are found in the first step": str(bool(self))}
         if self:
             arguments["seq_length, micro_batch_size and decoder_seq_length"] = ", ".join(map(str, self._sizes))

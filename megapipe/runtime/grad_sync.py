@@ -1,4 +1,5 @@
-"""When replicas may exchange parameters and gradients: not before a chunk's last microbatch.
+"""Tells the caller's functions when replicas may exchange parameters and gradients: gradients at a chunk's last
+microbatch, not before.
 
 The names are Megatron's: `no_sync_func` holds synchronisation back, `grad_sync_func` starts it for a chunk,
 `finalize_model_grads_func` completes it at the end of the step.
@@ -20,16 +21,16 @@ from ..weight_grad import visit_gradient_nodes
 
 
 class GradientSync(AbstractContextManager["GradientSync"]):
-    """Around one step: holds gradient synchronisation back, and releases it chunk by chunk.
+    """The context of one step: holds gradient synchronisation back, and releases it chunk by chunk.
 
     Args:
-        num_forwards: of each chunk.
+        num_forwards: the number of forwards of each chunk.
         is_split: the schedule splits backwards, so that gradients become complete in a W.
         forward_only: nothing is trained, so there are no gradients.
     """
 
     is_void = False
-    """Whether the step counts for nothing. Then it leaves gradients alone, and there is nothing to be told of."""
+    """Whether the results of the step are thrown away: then gradients are not synchronised."""
 
     def __init__(
         self,
@@ -53,31 +54,32 @@ class GradientSync(AbstractContextManager["GradientSync"]):
         self._param_sync = _one_per_chunk(None if forward_only else config.param_sync_func, len(models))
 
     def __enter__(self) -> GradientSync:
-        with ExitStack() as step:
-            self._begin(step)
-            self._step = step.pop_all()
+        with ExitStack() as stack:
+            self._enter_contexts(stack)
+            self._stack = stack.pop_all()
         return self
 
-    def _begin(self, step: ExitStack) -> None:
-        """Enter what goes around the step."""
+    def _enter_contexts(self, stack: ExitStack) -> None:
+        """Enter the contexts that a step runs in."""
         if self._forward_only:
-            step.enter_context(torch.no_grad())
+            stack.enter_context(torch.no_grad())
             return
         for number, context in enumerate(self._contexts):
-            step.callback(context.close)
+            stack.callback(context.close)
             self._hold(number)
 
     def __exit__(self, *error: Any) -> None:
-        self._step.__exit__(*error)
+        self._stack.__exit__(*error)
 
     def before_action(self) -> None:
-        """Before the message of an action is waited for."""
+        """Called before each action, before its message is waited for."""
 
     def before_forward(self, chunk: int, number: int, num_backwards_left: int) -> None:
-        """Gather parameters one chunk ahead of their use, and let torch's DistributedDataParallel see the last forward.
+        """Called before each forward. Gathers parameters one chunk ahead of their use, and lets torch's
+        DistributedDataParallel see the last forward.
 
-        That one prepares its reduction in the forward. Where nothing but the last backward is left to come, the
-        forward before it may run with synchronisation on, as in Megatron without a pipeline.
+        DistributedDataParallel prepares its reduction in the forward. If only the last backward is left after this
+        forward, the forward runs with synchronisation on, as in Megatron without a pipeline.
         """
         if number == 0:
             for ahead in (0, 1) if chunk == 0 else (chunk + 1,):
@@ -93,12 +95,12 @@ class GradientSync(AbstractContextManager["GradientSync"]):
             param_sync(self._models[chunk].parameters())
 
     def after_weights(self, chunk: int) -> None:
-        """After each W of `chunk`."""
+        """Called after each W of `chunk`."""
 
     @contextmanager
     def last_gradients(self, chunk: int, in_w: bool) -> Iterator[None]:
-        """Around the computation that completes the gradients of `chunk`: its last backward, or with `in_w` its last W.
-        In a W autograd does not pass by the parameters, so it is made to do so once more, for hooks on its nodes."""
+        """The context of the action that completes the gradients of `chunk`: its last backward, or with `in_w` its last
+        W. Autograd does not run in a W, so it is made to visit the parameters once more, for hooks on its nodes."""
         context = self._context_of(chunk)
         if self._grad_sync[chunk] is None and not self.is_void:
             self._contexts[context].close()  # the model's own hooks fire during the backward
@@ -135,11 +137,11 @@ class GradientSync(AbstractContextManager["GradientSync"]):
 def finalize_gradients(
     config: StepConfig, models: list[nn.Module], num_tokens: Tensor, keywords: dict[str, Any]
 ) -> None:
-    """Call the caller's `finalize_model_grads_func`, with those of Megatron's `keywords` that it takes. Without one
-    gradients go on to be added up, and their tokens with them.
+    """Called at the end of a training step: call the caller's `finalize_model_grads_func`, with those of Megatron's
+    `keywords` that it takes. Without such a function, gradients and token counts are added up over steps.
 
     Args:
-        num_tokens: sum over the microbatches, of shape [], in float64.
+        num_tokens: the sum over the microbatches, of shape [], in float64.
     """
     function = config.finalize_model_grads_func
     if function is None:

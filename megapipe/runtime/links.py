@@ -1,4 +1,4 @@
-"""The links around the stages of a rank: to another rank, to another stage of this one, or to none."""
+"""Makes the links of the stages of a rank: to a stage on another rank, or to one on the same rank."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ..messages import HEADER, MessageSpec
-from ..p2p_communication import HEADERS_AHEAD, Communicator, Line, Link, LocalLink, Lookahead, Receiver, Sender
+from ..p2p_communication import HEADERS_AHEAD, Channels, Line, Link, LocalLink, Lookahead, Receiver, Sender
 from ..plan import ChannelName, StageInfo
-from .found_shapes import Specs, UndescribedMessages
+from .found_shapes import FoundShapes, Specs
 from .pipeline import Links
 from .plans import PlanKey
 
@@ -16,7 +16,7 @@ from .plans import PlanKey
 def lines_of(
     traffic: Mapping[tuple[int, int], Sequence[ChannelName]], pp_rank: int, forward_only: bool, buffered_bytes: int
 ) -> dict[int, Line]:
-    """The line to each peer.
+    """The `Line` of each peer: the order of messages from and to it.
 
     Args:
         traffic: `PlanKey.traffic_around` this rank.
@@ -35,8 +35,8 @@ def links_around(
     key: PlanKey,
     pp_rank: int,
     specs: Specs,
-    undescribed: UndescribedMessages,
-    communicator: Communicator | None,
+    found_shapes: FoundShapes,
+    channels: Channels | None,
     lookahead: Lookahead,
     lines: Mapping[int, Line],
     forward_only: bool,
@@ -44,57 +44,57 @@ def links_around(
     """The links of each stage of a rank.
 
     Args:
-        specs: of each stage the message that it receives and the one that it sends, or those of each slice; None where
-            a header precedes them that says all.
-        communicator: None where the pipeline has one rank only.
-        lines: by peer, where the transport knows messages by their order.
+        specs: for each stage the specs of the messages that it receives and sends, one for each slice; None if only a
+            header tells them.
+        channels: None if the pipeline has one rank.
+        lines: by peer; empty if the transport does not match messages by their order.
     """
     placement = key.schedule.placement
     count, num_slices = key.num_microbatches, key.num_slices
     local: defaultdict[int, tuple[Link, Link]] = defaultdict(lambda: (LocalLink(), LocalLink()))
 
     def receiver(kind: str, index: int, peer: int, specs: Sequence[MessageSpec], has_headers: bool = False) -> Receiver:
-        assert communicator is not None
+        assert channels is not None
         headers = None
         if has_headers:
             ahead = lookahead if HEADER in specs and not lines else HEADERS_AHEAD
-            headers = Receiver(communicator.channel("header", index), peer, [HEADER] * num_slices, count, ahead)
+            headers = Receiver(channels.channel("header", index), peer, [HEADER] * num_slices, count, ahead)
         line = lines.get(peer)
-        made = Receiver(communicator.channel(kind, index), peer, specs, count, lookahead, headers, line)
+        made = Receiver(channels.channel(kind, index), peer, specs, count, lookahead, headers, line)
         if line is not None:
             line.add(made, ChannelName(kind, index))
         return made
 
     def sender(kind: str, index: int, peer: int, has_headers: bool = False, replies: Receiver | None = None) -> Sender:
-        assert communicator is not None
-        headers = communicator.channel("header", index) if has_headers else None
+        assert channels is not None
+        headers = channels.channel("header", index) if has_headers else None
         line = lines.get(peer)
-        made = Sender(communicator.channel(kind, index), peer, headers, replies, num_slices, line)
+        made = Sender(channels.channel(kind, index), peer, headers, replies, num_slices, line)
         if line is not None:
             line.add(made, ChannelName(kind, index))
         return made
 
     def below(chunk: int, stage: StageInfo, received: Sequence[MessageSpec] | None) -> tuple[Link | None, Link | None]:
-        """Inputs, and the gradients of inputs."""
+        """The links of inputs and of input gradients."""
         index = stage.index - 1
         if stage.is_first:
             return None, None
         peer = placement.rank(index, key.pp_size)
         if peer == pp_rank:
             return local[index]
-        has_headers = undescribed.have_headers(chunk, received)
+        has_headers = found_shapes.have_headers(chunk, received)
         inputs = receiver("forward", index, peer, received or [HEADER] * num_slices, has_headers)
         return inputs, sender("backward", index, peer)
 
     def above(chunk: int, stage: StageInfo, sent: Sequence[MessageSpec] | None) -> tuple[Link | None, Link | None]:
-        """Outputs, and the gradients of outputs."""
+        """The links of outputs and of output gradients."""
         if stage.is_last:
             return None, None
         peer = placement.rank(stage.index + 1, key.pp_size)
         if peer == pp_rank:
             return local[stage.index]
-        has_headers = undescribed.have_headers(chunk, sent)
-        known = [] if sent is None or has_headers or forward_only else [spec.gradient() for spec in reversed(sent)]
+        has_headers = found_shapes.have_headers(chunk, sent)
+        known = [] if sent is None or has_headers or forward_only else [spec.gradient_spec() for spec in reversed(sent)]
         grads = receiver("backward", stage.index, peer, known)
         return sender("forward", stage.index, peer, has_headers, None if forward_only else grads), grads
 

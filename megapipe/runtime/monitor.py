@@ -1,4 +1,4 @@
-"""Where this rank is in its step, for the watchdog, the profiler and the record of times."""
+"""Notes where this rank is in its step, for the watchdog, the profiler and the record of times."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from ..p2p_communication import Transfer, Transport
 from ..plan import Action
 
 NOTHING = nullcontext()
-"""Where there is nothing to be around: one for all, since making them shows beside small layers."""
+"""The context of an action without profiler. There is one for all actions, since making one takes as long as a small
+layer."""
 NO_BOARD = SimpleNamespace(failure=None)
-"""That of a pipeline of one rank."""
+"""The failure board of a pipeline with one rank."""
 
 
 class Monitor:
-    """Accompanies the actions and the waits of one step.
+    """Is told of each action and each wait of one step.
 
     Args:
         watchdog, transport: None for a pipeline of one rank.
@@ -36,17 +37,22 @@ class Monitor:
         self._profiling = torch._C._autograd._profiler_enabled()
 
     def at(self, action: Action) -> AbstractContextManager[object]:
-        """The context around an action. Raises what another rank's failure has left for this one."""
+        """Called before an action. Returns a context to run it in.
+
+        Raises:
+            PipelineError: another rank has failed.
+        """
         if self._board.failure is not None:
             self._check()
         self._progress.action = action
         return record_function(str(action)) if self._profiling else NOTHING
 
     def are_overlapped(self, *actions: Action) -> None:
-        """Only the sum of the times of these means anything."""
+        """Called after two actions that ran overlapped: only the sum of their times has a meaning."""
 
     def wait(self, transfer: Transfer, what: str, peer: int | None) -> list[Tensor]:
-        """Wait for a message from `peer`, or for one that this rank gave itself where that is None."""
+        """Wait for a message from `peer` and return its tensors. `peer` is None for a message of this rank to itself.
+        `what` names the message in error texts."""
         progress = self._progress
         progress.peer = peer
         progress.awaited = what

@@ -1,7 +1,7 @@
-"""The verbs, at work: what is in flight on this rank.
+"""Implements `Verbs` with real computation and messages, for one rank. The object that a schedule is called with.
 
-A unit is made when its forward begins, handed to its stage action by action, and dropped after its last one. Messages
-wait at the links.
+A unit (a microbatch, or a slice of one) is made when its forward begins, handed to its stage for each action, and
+dropped after its last one. Messages wait in the links until an action takes them or the schedule sends them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..messages import unshared
 from ..overlap import filling_windows
 from ..p2p_communication import Link
 from ..plan import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Action, Kind, Verbs, actions_of, unit_in_words
-from ..stages import Call, Extension, Forward, Run, Stage, Unit, run_pair
+from ..stages import ActionFunction, Call, Extension, Forward, Stage, UnitState, run_overlapped
 from .first_step import FirstStep
 from .grad_sync import GradientSync
 from .monitor import Monitor
@@ -25,81 +25,92 @@ from .plans import PlanKey
 
 
 class Links(NamedTuple):
-    """The ends of the channels around a stage: from and to the stage below, to and from the stage above. None where
-    there is no such stage: data and loss do not travel."""
+    """The four links of a stage. None if there is no such neighbour: data and loss are no messages."""
 
     inputs: Link | None
+    """Arrive from the previous stage."""
     outputs: Link | None
+    """Leave for the next stage."""
     output_grads: Link | None
+    """Arrive from the next stage."""
     input_grads: Link | None
+    """Leave for the previous stage."""
 
 
-class Chunk:
-    """One stage of this rank between its links, and its units in flight."""
+class StageState:
+    """What a pipeline has of one stage of this rank: its links, its units in flight, and the functions of its actions.
+
+    Args:
+        actions: all actions that the stage can run in a step, by the name of their kind.
+    """
 
     stage: Stage
-    runs: dict[str, Run]
-    """What each kind of action runs, for a unit."""
+    runs: dict[str, ActionFunction]
+    """The function of each kind of action, by the name of the kind. It is called with a unit."""
     first_step: FirstStep | None
-    """Looks at what the stage does; None where nothing does."""
+    """Observes the stage in its first step; None in later ones."""
 
-    def __init__(self, index: int, actions: Mapping[str, Sequence[Action]], links: Links) -> None:
-        self.index = index
+    def __init__(self, actions: Mapping[str, Sequence[Action]], links: Links) -> None:
         self.actions = actions
         self.inputs, self.outputs, self.output_grads, self.input_grads = links
         self.links = [link for link in links if link is not None]
         self.receivers = [link for link in (links.output_grads, links.inputs) if link and link.peer is not None]
-        self.waiting = {
+        self.waits_for_peer = {
             name
             for name, kind in KINDS.items()
-            if kind.message is not None and (self.inputs if kind.is_forward else self.output_grads) in self.receivers
+            if kind.direction is not None and (self.inputs if kind.is_forward else self.output_grads) in self.receivers
         }
-        """Kinds of action that wait for another rank."""
-        self.may_wait = {name for name, kind in KINDS.items() if kind.message is not None}
-        """Kinds of action that may have overlap windows: all, but those that had none in an earlier step."""
+        """Kinds of action whose message comes from another rank."""
+        self.may_have_windows = {name for name, kind in KINDS.items() if kind.direction is not None}
+        """Kinds of action that may have overlap windows (`megapipe.overlap`). A kind that had none in a whole step is
+        taken out."""
         self.had_windows: dict[str, bool] = {}
-        self.units: dict[tuple[int, int], Unit] = {}
+        """Whether a kind had a window in this step."""
+        self.units: dict[tuple[int, int], UnitState] = {}
         """Units in flight, by microbatch and slice."""
 
-    def begin(self, stage: Stage, runs: dict[str, Run], first_step: FirstStep | None) -> None:
-        """A step begins."""
+    def reset(self, stage: Stage, runs: dict[str, ActionFunction], first_step: FirstStep | None) -> None:
+        """Called when a step begins."""
         self.stage, self.runs, self.first_step = stage, runs, first_step
         self.had_windows.clear()
         self.units.clear()
         for link in self.links:
-            link.begin()
+            link.reset()
         if self.inputs is not None:
-            self.inputs.post_ahead()
+            self.inputs.post_lookahead()
 
     def end(self) -> None:
-        """The step has succeeded. No model is held until the next one."""
+        """Called when a step has succeeded. Drops all that holds the model."""
         assert not self.units, "the schedule ended with work left"
         for link in self.links:
             assert link.is_empty(), "the schedule ended with messages left"
         for name, had_some in self.had_windows.items():
             if not had_some:
-                self.may_wait.discard(name)
+                self.may_have_windows.discard(name)
         self.stage.forget_input()
         del self.stage, self.runs, self.first_step
 
     def send(self, kind: Kind, number: int) -> None:
-        """What an action of this number has made, unless others are to be sent before it."""
+        """Send the result of action `number` of a kind now, if all earlier results have been sent. If not, the
+        schedule's own `send_forward` or `send_backward` does it."""
         link = self.outputs if kind.is_forward else self.input_grads
         if link is not None:
             link.send(number)
 
 
 class Pipeline(Verbs):
-    """The steps of a pipeline on one rank. A schedule drives them.
+    """One rank's implementation of the verbs, used for all steps with the same number of microbatches.
 
     Args:
         key: of the plan that the schedule follows.
-        posted_ahead: `Plan.posted_ahead` of this rank; empty where the transport posts receives in its own way.
+        links: of each stage of the rank.
+        posted_ahead: `Plan.posted_ahead` of this rank: before which action which large receives are posted. Empty if
+            none are (all transports but NCCL).
     """
 
     _monitor: Monitor
     _sync: GradientSync | None
-    """Told when gradients become complete; None where it is of no interest."""
+    """Calls no_sync_func, grad_sync_func and param_sync_func; None if the config sets none of them."""
 
     def __init__(
         self,
@@ -110,192 +121,210 @@ class Pipeline(Verbs):
         posted_ahead: Mapping[Action, Sequence[Action]],
     ) -> None:
         super().__init__(key.schedule.placement, pp_rank, *key[1:4], forward_only, key.settings, key.num_slices)
-        self._chunks = [
-            Chunk(info.index, actions_of(info.index, self.num_microbatches, self.num_slices), around)
+        self._states = [
+            StageState(actions_of(info.index, self.num_microbatches, self.num_slices), around)
             for info, around in zip(self.stages, links)
         ]
         self._posted_ahead = posted_ahead
         self._recomputed = frozenset() if forward_only else key.recomputed(pp_rank)
         units = itertools.product(range(self.num_microbatches), range(self.num_slices))
         self._in_words = {unit: unit_in_words(*unit, self.num_slices) for unit in units}
-        self._pending_units: dict[Unit, None] = {}
-        """Whose W is still to come, in the order of their Bs."""
+        self._pending_units: dict[UnitState, None] = {}
+        """Units whose B has run and whose W has not, oldest first."""
 
     def begin_step(
         self,
         call: Call,
         stages: Sequence[Stage],
-        looks: Sequence[FirstStep | None],
+        first_steps: Sequence[FirstStep | None],
         extensions: Sequence[Extension],
         monitor: Monitor,
         sync: GradientSync | None,
         checkpoint_arguments: Iterator[tuple[bool, ...]],
     ) -> None:
-        """Count from nought."""
-        self.begin()
+        """Called before the schedule's loops: set counters to 0, and take what this step runs.
+
+        Args:
+            stages, first_steps: one per chunk.
+            checkpoint_arguments: gives the third argument of forward_step_func for each forward.
+        """
+        self.reset()
         self._results, self._monitor, self._sync = call.results, monitor, sync
         self._checkpoint_arguments = checkpoint_arguments
         self._weights_per_window = 0 if self.forward_only else call.config.weights_per_window
         self._has_waited = False
         self._pending_units.clear()
-        for chunk, stage, look in zip(self._chunks, stages, looks):
-            chunk.begin(stage, self._runs(chunk, stage, extensions), look)
+        for state, stage, first_step in zip(self._states, stages, first_steps):
+            state.reset(stage, self._runs(state, stage, extensions), first_step)
 
     # Messages
 
     def recv_forward(self, chunk: int = 0) -> None:
         self._advance("recv_forward", chunk)
-        inputs = self._chunks[chunk].inputs
+        inputs = self._states[chunk].inputs
         if inputs is not None:
-            inputs.post()
+            inputs.request()
 
     def send_forward(self, chunk: int = 0) -> None:
         number = self._advance("send_forward", chunk)
-        this = self._chunks[chunk]
-        if this.outputs is not None:
-            this.outputs.send(number)
-        for receiver in this.receivers:
-            receiver.post_ahead()
+        state = self._states[chunk]
+        if state.outputs is not None:
+            state.outputs.send(number)
+        for receiver in state.receivers:
+            receiver.post_lookahead()
 
     def recv_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
             self._advance("recv_backward", chunk)
-            output_grads = self._chunks[chunk].output_grads
+            output_grads = self._states[chunk].output_grads
             if output_grads is not None:
-                output_grads.post()
+                output_grads.request()
 
     def send_backward(self, chunk: int = 0) -> None:
         if not self.forward_only:
             number = self._advance("send_backward", chunk)
-            this = self._chunks[chunk]
-            if this.input_grads is not None:
-                this.input_grads.send(number)
-            if this.output_grads is not None:
-                this.output_grads.post_ahead()
+            state = self._states[chunk]
+            if state.input_grads is not None:
+                state.input_grads.send(number)
+            if state.output_grads is not None:
+                state.output_grads.post_lookahead()
 
     # Computations
 
     def recompute_step(self, chunk: int = 0) -> None:
         if self._recomputed and self.num_backwards_left(chunk):
             number = self._counts["backward_step"][chunk]
-            action = self._chunks[chunk].actions[RECOMPUTE.name][number]
+            action = self._states[chunk].actions[RECOMPUTE.name][number]
             if (
                 action._replace(kind=FORWARD.name) in self._recomputed
                 and self._next_optional(RECOMPUTE.name, chunk) == number
             ):
                 self.run(RECOMPUTE.name, chunk)
 
-    def run(self, kind: str, chunk: int | None = 0, number: int | None = None) -> None:
-        row = KINDS[kind]
-        if self.forward_only and not row.is_forward:
+    def run(self, kind_name: str, chunk: int | None = 0, number: int | None = None) -> None:
+        kind = KINDS[kind_name]
+        if self.forward_only and not kind.is_forward:
             return
-        chunk, number = self._begin(kind, chunk, number)
-        this = self._chunks[chunk]
-        action = this.actions[kind][number]
+        chunk, number = self._next_action(kind_name, chunk, number)
+        state = self._states[chunk]
+        action = state.actions[kind_name][number]
         with self._monitor.at(action):
-            if not self._has_waited and kind in this.waiting:
-                self._post_all()
-            unit = self._await(row, chunk, number, action)
+            if not self._has_waited and kind_name in state.waits_for_peer:
+                self._post_while_idle()
+            unit = self._await(kind, chunk, number, action)
             if self._posted_ahead:
-                self._post_ahead(action)
-            if kind in this.may_wait and self._weights_per_window:
+                self._post_large_receives(action)
+            if kind_name in state.may_have_windows and self._weights_per_window:
                 with filling_windows(partial(self._fill_window, unit)):
-                    this.runs[kind](unit)
-                this.had_windows[kind] = this.had_windows.get(kind, False) or unit.has_windows
+                    state.runs[kind_name](unit)
+                state.had_windows[kind_name] = state.had_windows.get(kind_name, False) or unit.has_windows
             else:
-                this.runs[kind](unit)
-            self._end(row, chunk, number, unit)
+                state.runs[kind_name](unit)
+            self._store_result(kind, chunk, number, unit)
 
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
         (name, chunk), (other_name, other_chunk) = first, second
         kind, other = KINDS[name], KINDS[other_name]
-        # A plan's order: what the first of a pair makes is sent first, which is the forward where they overlap.
-        is_overlapped = (kind.message, other.message) == ("forward", "backward") and self.num_slices == 1
-        if is_overlapped and not self.forward_only and self._chunks[chunk].stage.can_overlap:
+        # The plan sends the result of the first action first. Only an F followed by a backward can be overlapped.
+        is_overlapped = (kind.direction, other.direction) == ("forward", "backward") and self.num_slices == 1
+        if is_overlapped and not self.forward_only and self._states[chunk].stage.can_overlap:
             self._overlap(kind, chunk, other, other_chunk)
             return
         self.run(name, chunk)
-        if kind.is_forward or (kind.message is not None and not self.forward_only):
-            self._chunks[chunk].send(kind, self._counts[self._steps[name]][chunk] - 1)
+        if kind.is_forward or (kind.direction is not None and not self.forward_only):
+            self._states[chunk].send(kind, self._counts[self._verbs[name]][chunk] - 1)
         self.run(other_name, other_chunk)
 
     def finish(self) -> list[Any]:
-        """Wait until everything sent has been taken. Returns what the loss function reported."""
+        """End the step: check that nothing is left to do, and wait for sends that the host must complete (gloo).
+
+        Returns:
+            The reports of the loss function, in microbatch order.
+
+        Raises:
+            ScheduleError: the schedule left out an action or a message.
+            ConnectionLostError: a send failed.
+        """
         self._check_finished()
-        for chunk in self._chunks:
-            chunk.end()
+        for state in self._states:
+            state.end()
         self._monitor.drain()
         results, self._results, self._sync = self._results, [], None  # which hold the models
         return results
 
-    # What they have in common
+    # The parts of an action
 
-    def _await(self, kind: Kind, chunk: int, number: int, action: Action) -> Unit:
-        """The unit of an action, once its message is there."""
-        this = self._chunks[chunk]
+    def _await(self, kind: Kind, chunk: int, number: int, action: Action) -> UnitState:
+        """Wait for the message that an action needs, if it needs one. Returns the unit of the action, with the message
+        in it. Over NCCL it is the device that waits."""
+        state = self._states[chunk]
         if self._sync is not None:
             self._sync.before_action()
         if kind.is_forward:
             if self._sync is not None:
                 self._sync.before_forward(chunk, number, self.num_backwards_left(chunk))
-            this.units[action.microbatch, action.slice] = unit = Unit(action.microbatch, action.slice)
-            if this.inputs is not None:
-                unit.received = this.inputs.take()
+            state.units[action.microbatch, action.slice] = unit = UnitState(action.microbatch, action.slice)
+            if state.inputs is not None:
+                unit.received = state.inputs.pop()
                 what = f"the forward input of {self._in_words[action.microbatch, action.slice]}"
-                self._monitor.wait(unit.received, what, this.inputs.peer)
+                self._monitor.wait(unit.received, what, state.inputs.peer)
             return unit
-        unit = this.units[action.microbatch, action.slice]
-        if kind.message is not None and this.output_grads is not None:
+        unit = state.units[action.microbatch, action.slice]
+        if kind.direction is not None and state.output_grads is not None:
             what = f"the output gradient of {self._in_words[action.microbatch, action.slice]}"
-            unit.output_grads = self._monitor.wait(this.output_grads.take(), what, this.output_grads.peer)
+            unit.output_grads = self._monitor.wait(state.output_grads.pop(), what, state.output_grads.peer)
         return unit
 
-    def _post_all(self) -> None:
-        """The pipeline fills, so there is time."""
+    def _post_while_idle(self) -> None:
+        """Called at the rank's first wait in a step, while the pipeline fills: post more receives, as far as the
+        lookahead's `idle_bytes` allow."""
         self._has_waited = True
-        for chunk in self._chunks:
-            for receiver in chunk.receivers:
-                receiver.post_all()
+        for state in self._states:
+            for receiver in state.receivers:
+                receiver.post_while_idle()
 
-    def _post_ahead(self, action: Action) -> None:
-        """Before an action is launched whose message is there: post the receives of those behind it that may be."""
-        for behind in self._posted_ahead.get(action, ()):
-            chunk = self._chunks[behind.stage // self.pp_size]
-            link = chunk.inputs if KINDS[behind.kind].is_forward else chunk.output_grads
+    def _post_large_receives(self, action: Action) -> None:
+        """Called before an action is launched, when its own message is there: post the large receives of the next
+        action, if the plan says that no rank can then wait for ever (NCCL only; plan/early_receives.py)."""
+        for later in self._posted_ahead.get(action, ()):
+            state = self._states[later.stage // self.pp_size]
+            link = state.inputs if KINDS[later.kind].is_forward else state.output_grads
             if link is not None:
-                link.post_next()
+                link.post_early()
 
-    def _end(self, kind: Kind, chunk: int, number: int, unit: Unit) -> None:
-        """After an action: what it has made is kept, and what is left of its weight gradients computed, behind the
-        sending of the input gradients, for which a neighbour may wait."""
-        this = self._chunks[chunk]
-        if this.first_step is not None:
-            this.first_step.look(unit)
+    def _store_result(self, kind: Kind, chunk: int, number: int, unit: UnitState) -> None:
+        """Called after an action: queue its result for sending, and drop the unit after its last action.
+
+        A BW that had overlap windows has left weight gradients to be computed: its input gradients are sent first,
+        since a neighbour may wait for them."""
+        state = self._states[chunk]
+        if state.first_step is not None:
+            state.first_step.observe(unit)
         if kind.is_forward:
             output, unit.output = unit.output, None
-            if this.outputs is not None:
+            if state.outputs is not None:
                 assert output is not None
                 for index, tensor in enumerate(output.tensors):
                     output.tensors[index] = unshared(tensor)  # which nothing else holds any longer
-                this.outputs.put(output)
-        elif kind.message is not None:
+                state.outputs.put(output)
+        elif kind.direction is not None:
             grads, unit.input_grads = unit.input_grads, None
-            if this.input_grads is not None:
+            if state.input_grads is not None:
                 assert grads is not None
-                this.input_grads.put(grads)
+                state.input_grads.put(grads)
             self._pending_units[unit] = None
         if kind.completes_weights:
             if unit.deferred is not None:
-                this.send(kind, number)
-                this.runs[WEIGHTS.name](unit)
+                state.send(kind, number)
+                state.runs[WEIGHTS.name](unit)
             del self._pending_units[unit]
         if kind.completes_weights or self.forward_only:
-            del this.units[unit.microbatch, unit.slice]
+            del state.units[unit.microbatch, unit.slice]
 
-    # What a kind of action runs
+    # The functions of actions
 
-    def _runs(self, chunk: Chunk, stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
-        """What each kind of action of a chunk runs in this step."""
+    def _runs(self, state: StageState, stage: Stage, extensions: Sequence[Extension]) -> dict[str, ActionFunction]:
+        """The function of each kind of action of a stage in this step."""
         runs = runs_of(stage, extensions)
         if self._checkpoint_arguments is not NO_ARGUMENTS:
             forward = runs[FORWARD.name]
@@ -303,24 +332,25 @@ class Pipeline(Verbs):
         if self._sync is not None:
             for name, kind in KINDS.items():
                 if kind.completes_weights:
-                    runs[name] = partial(self._completing, self._chunks.index(chunk), runs[name], kind)
+                    runs[name] = partial(self._completing, self._states.index(state), runs[name], kind)
         return runs
 
-    def _completing(self, chunk: int, run: Run, kind: Kind, unit: Unit) -> None:
-        """An action that may complete the gradients of a chunk."""
+    def _completing(self, chunk: int, run: ActionFunction, kind: Kind, unit: UnitState) -> None:
+        """Run an action that may complete the gradients of a chunk. If it does, `GradientSync` is told."""
         assert self._sync is not None
-        if kind.message is not None and unit.has_windows:  # its W is still to come
+        if kind.direction is not None and unit.has_windows:  # `_store_result` runs the rest of it as W
             run(unit)
             return
-        is_last = not self.num_backwards_left(chunk) and not self.num_pending_weights(chunk)
+        is_last_action = not self.num_backwards_left(chunk) and not self.num_pending_weights(chunk)
         in_w = unit.deferred is not None
-        with self._sync.last_gradients(chunk, in_w) if is_last else nullcontext():
+        with self._sync.last_gradients(chunk, in_w) if is_last_action else nullcontext():
             run(unit)
             if in_w:
                 self._sync.after_weights(chunk)
 
-    def _fill_window(self, unit: Unit) -> None:
-        """Compute gradients left to pending Ws in an overlap window of this unit: the oldest first, its own last."""
+    def _fill_window(self, unit: UnitState) -> None:
+        """Called in an overlap window of `unit`: compute some deferred weight gradients, `weights_per_window` of them.
+        Those of the oldest pending W come first, those of this unit last."""
         unit.has_windows = True
         deferred = [one.deferred for one in (*self._pending_units, unit) if one.deferred is not None]
         for _ in range(self._weights_per_window):
@@ -328,31 +358,32 @@ class Pipeline(Verbs):
                 return
 
     def _overlap(self, forward: Kind, forward_chunk: int, backward: Kind, backward_chunk: int) -> None:
-        """Run a pair in segments. The output is sent as soon as it is there."""
-        forwards, backwards = self._chunks[forward_chunk], self._chunks[backward_chunk]
-        _, number = self._begin(forward.name, forward_chunk)
+        """Run a pair in segments. The output of the forward is sent as soon as it is computed."""
+        forwards, backwards = self._states[forward_chunk], self._states[backward_chunk]
+        _, number = self._next_action(forward.name, forward_chunk)
         action = forwards.actions[forward.name][number]
         with self._monitor.at(action):
             unit = self._await(forward, forward_chunk, number, action)
 
         def done() -> None:
-            self._end(forward, forward_chunk, number, unit)
+            self._store_result(forward, forward_chunk, number, unit)
             forwards.send(forward, number)
 
         begun = Forward(forwards.stage, unit, next(self._checkpoint_arguments), done)
-        _, of_backward = self._begin(backward.name, backward_chunk)
+        _, of_backward = self._next_action(backward.name, backward_chunk)
         other = backwards.actions[backward.name][of_backward]
         with self._monitor.at(other):
             in_flight = self._await(backward, backward_chunk, of_backward, other)
-            self._post_ahead(other)
-            run_pair(begun, backwards.stage, backwards.runs["B"], in_flight, self._fill_window)
-            self._end(backward, backward_chunk, of_backward, in_flight)
+            self._post_large_receives(other)
+            # Also for a BW, whose W is run by `_store_result`, after the input gradients are sent.
+            run_overlapped(begun, backwards.stage, backwards.runs["B"], in_flight, self._fill_window)
+            self._store_result(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)
 
 
-def runs_of(stage: Stage, extensions: Sequence[Extension]) -> dict[str, Run]:
-    """What each kind of action runs on a stage: its method of that name, with what options put around it."""
-    runs: dict[str, Run] = dict(zip(KINDS, attrgetter(*KINDS)(stage)))
+def runs_of(stage: Stage, extensions: Sequence[Extension]) -> dict[str, ActionFunction]:
+    """The function of each kind of action on a stage: the stage's method of that name, wrapped by the extensions."""
+    runs: dict[str, ActionFunction] = dict(zip(KINDS, attrgetter(*KINDS)(stage)))
     for extension in extensions:
         runs |= extension.kinds(stage)
         stage.forward_step_func = extension.forward_step(stage, stage.forward_step_func)
@@ -365,8 +396,8 @@ NO_ARGUMENTS: Iterator[tuple[bool, ...]] = itertools.repeat(())
 
 
 def checkpoint_arguments(key: PlanKey, pp_rank: int, call: Call) -> Iterator[tuple[bool, ...]]:
-    """The third argument of forward_step_func, for each forward of this rank: whether to recompute all activations.
-    None where the config asks for nothing; of those in flight at a time the first few recompute only in part."""
+    """Gives the third argument of forward_step_func for each forward of this rank, in order: whether to checkpoint all
+    activations (False: only a part). Gives () each time if the config asks for no such argument."""
     num_partial = call.config.num_microbatches_with_partial_activation_checkpoints
     if num_partial is None or key.pp_size == 1:  # as in Megatron: without a pipeline nothing is in flight at a time
         return NO_ARGUMENTS

@@ -1,7 +1,7 @@
-"""A schedule on this rank, for all steps that are called alike, with any number of microbatches.
+"""What this rank keeps from step to step for one way of calling a schedule (`CallKey`), whatever the number of
+microbatches: checked arguments, message specs, the pipeline object with its links.
 
-What was checked, agreed on and found out is kept from step to step; a step resets counters. No model is held between
-steps: stages, which hold them, are made for each.
+A step only resets counters. No model is held between steps: `Stage`s, which hold models, are made anew in each step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from ..chunks import find_attribute
 from ..config import DEFAULTS, OPTIONS, StepConfig
-from ..p2p_communication import Communicator, Line, Lookahead
+from ..p2p_communication import Channels, Line, Lookahead
 from ..plan import Action, Schedule, ScheduleError
 from ..stages import Call, Extension, Stage, find_delayed
 from .arguments import NO_PEERS, check_arguments, remote_peers, specs_of, to_agree_on
 from .combinations import check_combinations
-from .first_step import FirstStep, end_first_steps, first_steps
-from .found_shapes import Specs, UndescribedMessages
+from .first_step import FirstStep, end_first_steps, make_first_steps
+from .found_shapes import FoundShapes, Specs
 from .grad_sync import GradientSync
 from .links import lines_of, links_around
 from .monitor import Monitor
@@ -35,56 +35,58 @@ from .session import Alone, Session
 PLAIN = {bool, int, float, str, type(None), torch.dtype}
 
 MODULES = {option.module for option in OPTIONS if option.module}
-"""Those that bring an option along where they are imported."""
+"""Modules whose import switches an option on (torch.distributed.fsdp)."""
 
-MOST_NUMBERS = 64
-"""How many numbers of microbatches a runner keeps something for: those used last."""
+MOST_PREPARED = 64
+"""The number of `PreparedStep`s that a runner keeps: those used last."""
 
 _read_all = attrgetter(*DEFAULTS)
 
 
-class Situation(NamedTuple):
-    """All that a runner depends on."""
+class CallKey(NamedTuple):
+    """The cache key of a runner. Steps with equal keys use the same one."""
 
     schedule: Schedule
     forward_only: bool
     sizes: tuple[int | None, ...]
-    """What is said of the shapes of messages."""
+    """The arguments that the shapes of messages depend on."""
     inputs: tuple[Any, ...]
-    """The kinds of what data is read from, and what is passed besides."""
+    """The types of the data iterators, and which other inputs are passed."""
     settings: tuple[Any, ...]
-    """The values of all fields of the config, functions and other objects in outline."""
+    """The values of all fields of the config; of functions and other objects only the type."""
     chunks: tuple[Any, ...]
-    """Their structures, and what is imported that they may be made of."""
+    """The structure of each model, and the imported modules of `MODULES`."""
     device: torch.device
 
 
-def situation_of(schedule: Schedule, call: Call) -> Situation:
-    settings = [value if type(value) in PLAIN else _outline(value) for value in _read_all(call.config)]
+def call_key(schedule: Schedule, call: Call) -> CallKey:
+    """The key of a call."""
+    settings = [value if type(value) in PLAIN else _by_type(value) for value in _read_all(call.config)]
     chunks = (MODULES & sys.modules.keys(), *call.structures)
     has_own = call.adjust_tensor_shapes_fn is not None
     sizes = (call.seq_length, call.micro_batch_size, call.decoder_seq_length, has_own)
     inputs = (*map(type, call.data_iterators), call.pipeline_inputs is not None, call.collect_non_loss_data)
-    return Situation(schedule, call.forward_only, sizes, inputs, tuple(settings), chunks, call.device)
+    return CallKey(schedule, call.forward_only, sizes, inputs, tuple(settings), chunks, call.device)
 
 
-def _outline(value: Any) -> Any:
-    """What of a value counts: of a function, which may hold a model, only that there is one."""
+def _by_type(value: Any) -> Any:
+    """The type of a value, in place of the value: a function may hold a model, which no key may keep alive."""
     if isinstance(value, Sequence):
         return tuple(one if type(one) in PLAIN else type(one) for one in value)
     return type(value)
 
 
-class OfNumber:
-    """What steps with one number of microbatches have in common.
+class PreparedStep:
+    """What a runner keeps for all steps with the same number of microbatches.
 
     Args:
-        key: of the plan that the schedule follows.
-        to_agree_on: the arguments that all ranks of the pipeline must have alike.
+        plan_key: of the plan that the schedule follows.
+        loops: the schedule's function, or one that follows its plan.
+        to_agree_on: the arguments that must be the same on all ranks of the pipeline.
     """
 
-    def __init__(self, key: PlanKey, loops: Callable[[Any], Any], to_agree_on: dict[str, str]) -> None:
-        self.key = key
+    def __init__(self, plan_key: PlanKey, loops: Callable[[Any], Any], to_agree_on: dict[str, str]) -> None:
+        self.plan_key = plan_key
         self.loops = loops
         self.to_agree_on = to_agree_on
         self.pipeline: Pipeline | None = None
@@ -92,23 +94,24 @@ class OfNumber:
 
 
 class Runner:
-    """A schedule on this rank in one situation.
+    """A schedule on this rank, for all steps with one `CallKey`.
 
     Attributes:
-        key: of the plan that the schedule follows, for the number of microbatches of this step.
-        specs: per stage the messages that it receives and sends, where known.
-        undescribed: the messages that are known only since the first step, or not yet.
+        plan_key: of the plan that the schedule follows, for the number of microbatches of this step.
+        specs: for each stage the specs of the messages that it receives and sends; None if they are not known.
+        found_shapes: the messages whose shapes neither the arguments nor the models tell: they are found in the first
+            step.
 
     Raises:
-        ValueError, TypeError: for arguments that cannot be.
+        ValueError, TypeError: the arguments are wrong, or do not go together.
     """
 
-    def __init__(self, situation: Situation, call: Call, session: Session | Alone) -> None:
-        self.situation = situation
+    def __init__(self, call_key: CallKey, call: Call, session: Session | Alone) -> None:
+        self.call_key = call_key
         config = call.config
         self._session = session
         self.pp_rank, self._pp_size = session.pp_rank, len(session.ranks)
-        schedule = situation.schedule
+        schedule = call_key.schedule
         self.stages = schedule.stages(self.pp_rank, self._pp_size, len(call.models))
         check_arguments(call, self.stages)
         self._kinds: set[str] = set()
@@ -118,65 +121,69 @@ class Runner:
             self.slices, self._stage_type = extension.cut(call) or (self.slices, self._stage_type)
         call.slices, call.stages = self.slices, self.stages
         self._peers = [remote_peers(stage, schedule.placement, self.pp_rank, self._pp_size) for stage in self.stages]
-        self._described = specs_of(call, self.stages, self._peers)
+        self._static_specs = specs_of(call, self.stages, self._peers)
         self._asks_models = call.adjust_tensor_shapes_fn is not None or any(
             find_attribute(model, "infer_stage_inputs_from_pipeline_inputs") is not None for model in call.models
         )
         unknown = {} if config.variable_seq_lengths else dict(enumerate(self._peers))
-        unknown = {n: of for n, of in unknown.items() if of != NO_PEERS and self._described[n] == (None, None)}
-        self.undescribed = UndescribedMessages(session, call, self.stages, unknown)
+        unknown = {
+            n: peers for n, peers in unknown.items() if peers != NO_PEERS and self._static_specs[n] == (None, None)
+        }
+        self.found_shapes = FoundShapes(session, call, self.stages, unknown)
         self._delays = [config.delay_wgrad_compute and bool(find_delayed(model)) for model in call.models]
         self._is_new = True
         self.specs: Specs = []
-        self._communicator: Communicator | None = None
-        self._of_numbers: dict[int, OfNumber] = {}
-        self._describe(call)
-        self._turn_to(call)
+        self._channels: Channels | None = None
+        self._prepared: dict[int, PreparedStep] = {}
+        self._update_specs(call)
+        self._select(call)
 
-    def _describe(self, call: Call) -> None:
-        """Begin with the messages that are known by now."""
-        specs = list(self._described)
-        self.undescribed.fill_in(specs)
+    def _update_specs(self, call: Call) -> None:
+        """Take the shapes that are known so far: from arguments and models, and from the first step. If they have
+        changed, drop the pipelines, which are then built anew."""
+        specs = list(self._static_specs)
+        self.found_shapes.fill_in(specs)
         if not self._is_new and specs == self.specs:
             return
         self.specs = specs
-        self._is_found = [chunk in self.undescribed for chunk in range(len(specs))]
-        self._headers = [self.undescribed.have_headers(chunk, sent) for chunk, (_, sent) in enumerate(specs)]
-        self._of_numbers.clear()
+        self._shapes_are_found = [chunk in self.found_shapes for chunk in range(len(specs))]
+        self._headers = [self.found_shapes.have_headers(chunk, sent) for chunk, (_, sent) in enumerate(specs)]
+        self._prepared.clear()
 
-    def _turn_to(self, call: Call) -> None:
-        """Take what belongs to the number of microbatches of a call. It is made where that is a new one."""
-        known, number = self._of_numbers, call.num_microbatches
-        self._now = known.pop(number) if number in known else self._make_of_number(call)
-        self.key = self._now.key
-        known[number] = self._now
-        for oldest in list(known)[:-MOST_NUMBERS]:
-            del known[oldest]
+    def _select(self, call: Call) -> None:
+        """Take the `PreparedStep` for the number of microbatches of a call, or make it."""
+        prepared, number = self._prepared, call.num_microbatches
+        self._current = prepared.pop(number) if number in prepared else self._prepare_for(call)
+        self.plan_key = self._current.plan_key
+        prepared[number] = self._current
+        for oldest in list(prepared)[:-MOST_PREPARED]:
+            del prepared[oldest]
 
-    def _make_of_number(self, call: Call) -> OfNumber:
-        schedule, config = self.situation.schedule, call.config
+    def _prepare_for(self, call: Call) -> PreparedStep:
+        schedule, config = self.call_key.schedule, call.config
         self._check(call)
         sizes = (self._pp_size, call.num_microbatches, len(self.stages))
         key = PlanKey(schedule, *sizes, config.settings, config.num_sequence_slices)
         if (config.max_in_flight, config.recompute, config.offload_activations) != (None, None, None):
             _ = key.plan  # raises where the schedule cannot keep to these
         self._kinds = key.kinds
-        agreed = to_agree_on(schedule.name, call, self.stages, self.specs) | self.undescribed.to_agree_on(self.specs)
-        return OfNumber(key, schedule.loops if call.forward_only else key.loops, agreed)
+        agreed = to_agree_on(schedule.name, call, self.stages, self.specs) | self.found_shapes.to_agree_on(self.specs)
+        return PreparedStep(key, schedule.loops if call.forward_only else key.loops, agreed)
 
     def _check(self, call: Call) -> None:
-        """Raises ValueError for what does not go together, also with this number of microbatches."""
-        self.situation.schedule.check_units(call.num_microbatches, call.config.num_sequence_slices)
+        """Raises ValueError if options do not go together, or not with this number of microbatches."""
+        self.call_key.schedule.check_units(call.num_microbatches, call.config.num_sequence_slices)
         check_combinations(call, self._pp_size)
 
     def fits(self, call: Call) -> bool:
-        """Whether the messages of this call are those that the runner knows, where models compute their shapes."""
+        """Whether this call has the same messages as those before. Only models that compute their shapes can change
+        them under the same key."""
         if not self._asks_models:
             return True
-        return specs_of(replace(call, slices=self.slices), self.stages, self._peers) == self._described
+        return specs_of(replace(call, slices=self.slices), self.stages, self._peers) == self._static_specs
 
     def extensions(self, call: Call) -> list[Extension]:
-        """Those of the options that are set and have something to do in this step."""
+        """Make the extensions of this step: of options that are set and have something to do in it."""
         extensions = []
         for extension in self._of_options(call.config):
             if extension.takes_part(call):
@@ -184,82 +191,94 @@ class Runner:
         return extensions
 
     def _of_options(self, config: StepConfig) -> Iterator[Extension]:
-        """The extension of each option that is set."""
+        """Make the extension of each option that is set, imported, or in the plan."""
         for option in OPTIONS:
             is_set = option.field and getattr(config, option.field) != DEFAULTS[option.field]
             if is_set or option.module in sys.modules or option.kind in self._kinds:
                 module, _, name = option.extension.partition(":")
-                kind: type[Extension] = getattr(importlib.import_module(module), name)
-                yield kind(config, lambda: self.key.plan, self.pp_rank, self._session.watchdog)
+                extension_class: type[Extension] = getattr(importlib.import_module(module), name)
+                yield extension_class(config, lambda: self.plan_key.plan, self.pp_rank, self._session.watchdog)
 
     def agree(self, call: Call, what: str = "") -> None:
-        """Check that all ranks of the pipeline make the same call. Collective over the pipeline.
+        """Check that all ranks of the pipeline make the same call. Collective over the pipeline, unless the arguments
+        are those of the last step.
 
         Args:
-            what: is done with the schedule.
+            what: added to the name of the schedule in the comparison, such as ", in megapipe.warm_up".
+
+        Raises:
+            ValueError: ranks disagree, on all ranks.
         """
         if not isinstance(self._session, Session):
             return
         watchdog, agreement = self._session.watchdog, self._session.agreement
-        arguments = self._now.to_agree_on
+        arguments = self._current.to_agree_on
         if agreement.agreed is arguments and not what:
             agreement.known_step = watchdog.progress.step
             return
         watchdog.timeout = call.config.timeout
-        name = {"the schedule": self.key.schedule.name + what}
+        name = {"the schedule": self.plan_key.schedule.name + what}
         agreement.agree(arguments | name if what else arguments)
 
-    def connect(self, call: Call) -> Communicator | None:
-        """The channels of the pipeline, opened where this is the first to need them. None for one rank."""
+    def connect(self, call: Call) -> Channels | None:
+        """Returns the channels of the pipeline; None for one rank. The first step that needs them opens them, which is
+        collective over the pipeline."""
         if not isinstance(self._session, Session):
             return None
-        has_headers = call.config.variable_seq_lengths or bool(self.undescribed)
-        placement, device = self.key.schedule.placement, self.situation.device
-        return self._session.communicator(placement, self.key.num_chunks, device, has_headers, call.config)
+        has_headers = call.config.variable_seq_lengths or bool(self.found_shapes)
+        placement, device = self.plan_key.schedule.placement, self.call_key.device
+        return self._session.channels(placement, self.plan_key.num_chunks, device, has_headers, call.config)
 
     def prepare(self, call: Call) -> list[Extension]:
-        """All that comes before the step's first action: whoever refuses the call does it here, and all ranks with it.
-        Collective over the pipeline where arguments have changed. Returns what takes part, for `run`."""
+        """Called before `run`: do all that comes before the first action of a step. Collective over the pipeline if
+        arguments have changed.
+
+        Returns:
+            The extensions of this step, for `run`.
+
+        Raises:
+            ValueError, TypeError: an option refuses the call, or ranks disagree. Then all ranks raise.
+        """
         call.slices, call.stages = self.slices, self.stages
-        if self._of_numbers.get(call.num_microbatches) is not self._now:
-            self._turn_to(call)
+        if self._prepared.get(call.num_microbatches) is not self._current:
+            self._select(call)
         extensions = self.extensions(call)
         self.agree(call)
-        if self._now.pipeline is None:
+        if self._current.pipeline is None:
             self._build(call)
         return extensions
 
     def run(self, call: Call, extensions: Sequence[Extension]) -> None:
-        """Run one step. The results are in the call."""
-        looks = self._run_loops(call, extensions)
+        """Run one step. The results are put into the call."""
+        first_steps = self._run_loops(call, extensions)
         if self._is_new and not call.is_void:
             self._is_new = False
-            has_gradients = not any(extension.hides_gradients for extension in extensions)
-            end_first_steps(looks, call, self.key, self.undescribed, has_gradients, self._session)
-            self._describe(call)
+            gradients_in_params = not any(extension.hides_gradients for extension in extensions)
+            end_first_steps(first_steps, call, self.plan_key, self.found_shapes, gradients_in_params, self._session)
+            self._update_specs(call)
         for extension in extensions:
             extension.end()
 
     def _run_loops(self, call: Call, extensions: Sequence[Extension]) -> list[FirstStep | None]:
-        """Run the schedule. Returns what has looked at its first step."""
-        pipeline = self._now.pipeline
+        """Run the schedule's loops. Returns the observer of each chunk that has run its first step."""
+        pipeline = self._current.pipeline
         assert pipeline is not None
         contexts = []
         for extension in extensions:
             contexts.append(extension.begin(call))
         stages = self.make_stages(call)
         sync = self._gradient_sync(call, extensions, stages)
-        looks: list[FirstStep | None] = [None] * len(stages)
+        first_steps: list[FirstStep | None] = [None] * len(stages)
         if self._is_new:
-            looks = first_steps(stages, call, self.undescribed)
-        for line in self._now.lines:
-            line.begin()
-        transport = None if self._communicator is None else self._communicator.transport
+            first_steps = make_first_steps(stages, call, self.found_shapes)
+        for line in self._current.lines:
+            line.reset()
+        transport = None if self._channels is None else self._channels.transport
         monitor = Monitor(self._session.watchdog, transport)
         for extension in extensions:
             monitor = extension.monitor(monitor)
-        arguments = checkpoint_arguments(self.key, self.pp_rank, call)
-        pipeline.begin_step(call, stages, looks, extensions, monitor, sync, arguments)
+        arguments = checkpoint_arguments(self.plan_key, self.pp_rank, call)
+        pipeline.begin_step(call, stages, first_steps, extensions, monitor, sync, arguments)
         with ExitStack() as around:
             if sync is not None:
                 around.enter_context(sync)
@@ -268,37 +287,37 @@ class Runner:
             for context in contexts:
                 if context is not None:
                     around.enter_context(context)
-            reports = self._now.loops(pipeline)
+            reports = self._current.loops(pipeline)
         if reports is not call.results:
-            raise ScheduleError(f"{self.key.schedule.name} did not end with `return pipe.finish()`.")
-        return looks
+            raise ScheduleError(f"{self.plan_key.schedule.name} did not end with `return pipe.finish()`.")
+        return first_steps
 
     def _build(self, call: Call) -> None:
-        """Make the object that the schedule's loops drive, over channels that all ranks open together."""
-        self._communicator = communicator = self.connect(call)
+        """Make the `Pipeline` that the schedule's loops call. Opens the channels if they are not open."""
+        self._channels = channels = self.connect(call)
         lookahead = Lookahead(0)
-        if communicator is not None and call.config.overlap_p2p_comm:
+        if channels is not None and call.config.overlap_p2p_comm:
             ahead = call.config.p2p_lookahead
-            lookahead = communicator.transport.lookahead if ahead is None else Lookahead(ahead)
+            lookahead = channels.transport.lookahead if ahead is None else Lookahead(ahead)
         lines = {}
-        if communicator is not None and communicator.transport.matches_by_order:
-            buffered = communicator.transport.buffered_bytes
-            lines = lines_of(self.key.traffic_around(self.pp_rank), self.pp_rank, call.forward_only, buffered)
-        self._now.lines = list(lines.values())
-        ways = (communicator, lookahead, lines, call.forward_only)
-        links = links_around(self.key, self.pp_rank, self.specs, self.undescribed, *ways)
-        posted_ahead = self._posted_ahead(communicator, lookahead, call.forward_only)
-        self._now.pipeline = Pipeline(self.key, self.pp_rank, links, call.forward_only, posted_ahead)
+        if channels is not None and channels.transport.matches_by_order:
+            buffered = channels.transport.buffered_bytes
+            lines = lines_of(self.plan_key.traffic_around(self.pp_rank), self.pp_rank, call.forward_only, buffered)
+        self._current.lines = list(lines.values())
+        ways = (channels, lookahead, lines, call.forward_only)
+        links = links_around(self.plan_key, self.pp_rank, self.specs, self.found_shapes, *ways)
+        posted_ahead = self._posted_ahead(channels, lookahead, call.forward_only)
+        self._current.pipeline = Pipeline(self.plan_key, self.pp_rank, links, call.forward_only, posted_ahead)
 
     def _posted_ahead(
-        self, communicator: Communicator | None, lookahead: Lookahead, forward_only: bool
+        self, channels: Channels | None, lookahead: Lookahead, forward_only: bool
     ) -> Mapping[Action, Sequence[Action]]:
-        if communicator is None or not communicator.transport.matches_by_order or not lookahead.messages:
+        if channels is None or not channels.transport.matches_by_order or not lookahead.num_receives:
             return {}
         specs = [spec for around in self.specs for side in around for spec in side or ()]
-        if all(spec.nbytes <= communicator.transport.buffered_bytes for spec in specs):
+        if all(spec.nbytes <= channels.transport.buffered_bytes for spec in specs):
             return {}
-        plan = self.key.plan
+        plan = self.plan_key.plan
         is_of_plan = plan.forward_only == forward_only  # not a validation by the plan of a training step
         return plan.posted_ahead[self.pp_rank] if is_of_plan else {}
 
@@ -314,13 +333,13 @@ class Runner:
             return None
         is_split = False
         if config.no_sync_func is not None and not call.forward_only:
-            is_split = self.key.plan.splits_backward or any(stage.can_overlap for stage in stages)
+            is_split = self.plan_key.plan.splits_backward or any(stage.can_overlap for stage in stages)
         return make(config, call.models, call.num_units, is_split, call.forward_only)
 
     def make_stages(self, call: Call) -> list[Stage]:
-        """One per chunk."""
+        """Make the stage of each chunk, for one step."""
         stages = []
-        for chunk, of_chunk in enumerate(zip(self.stages, self.specs, self._is_found, self._headers, self._delays)):
-            info, (_, sent), *rest = of_chunk
-            stages.append(self._stage_type(info, chunk, call, sent, *rest))
+        columns = (self.stages, self.specs, self._shapes_are_found, self._headers, self._delays)
+        for chunk, (info, (_, sent), *flags) in enumerate(zip(*columns)):
+            stages.append(self._stage_type(info, chunk, call, sent, *flags))
         return stages

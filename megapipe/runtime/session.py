@@ -1,4 +1,4 @@
-"""The state of a pipeline on one rank that outlives a step: its watchdog, and the channels to its neighbours."""
+"""What a pipeline keeps on one rank between steps: its watchdog, its channels, and its runners."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..failures import (
     join_ranks,
     single_rank_step,
 )
-from ..p2p_communication import Communicator
+from ..p2p_communication import Channels
 from ..plan import Placement
 from ..transports import Members, make_transport
 from .sharing import share
@@ -41,12 +41,11 @@ UNDER_WAY = (
 
 
 class Session:
-    """One pipeline on one rank, for as long as its process group is there.
+    """What the pipeline of one process group keeps between steps on this rank. It ends with its process group.
 
-    A failed step leaves messages under way that no rank will take, so it ends the pipeline. If a rank has finished its
-    part of the step when another rank fails, it raises where it clips gradients or steps its optimizer, or else in its
-    next step.
-    """
+    A failed step leaves messages on their way that no rank will take, so it ends the pipeline. If a rank has finished
+    its part of the step when another rank fails, it raises where it clips gradients or steps its optimizer, or else in
+    its next step."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         board = Board.current()
@@ -64,7 +63,7 @@ class Session:
         self._store = InterruptibleStore(
             self._torch_store, self.pp_rank, len(self.ranks), check_failure=lambda: self.watchdog.check()
         )
-        self._communicators: dict[tuple[str, int, str, str | None, int, float], Communicator] = {}
+        self._channels: dict[tuple[str, int, str, str | None, int, float], Channels] = {}
         self.watchdog = Watchdog(board, name, self.ranks, self._store, self._abort, self._find_error, self.has_ended)
         self._progress = self.watchdog.progress
         self.mailbox = Mailbox(self._store, self.watchdog)
@@ -75,7 +74,7 @@ class Session:
         self._shared_in: dict[str, int] = {}
         self._is_device_shared = False
         self.runners: list[Any] = []
-        """What runs steps that were called alike before."""
+        """The runners of earlier steps, up to `MOST_RUNNERS`, the last used last."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Session:
@@ -131,9 +130,9 @@ class Session:
         self.mailbox.post(name, json.dumps(own))
         return [json.loads(text) for text in self.mailbox.collect(name)]
 
-    def communicator(
+    def channels(
         self, placement: Placement, num_chunks: int, device: torch.device, has_headers: bool, config: StepConfig
-    ) -> Communicator:
+    ) -> Channels:
         """The channels for this placement, built at the first step that needs them. Collective over the pipeline.
 
         Args:
@@ -152,25 +151,25 @@ class Session:
                 f"{before}: leave chunks on the device of their first step, or make the process groups anew."
             )
         progress = self._progress
-        if key not in self._communicators:
+        if key not in self._channels:
             own, torchs = (PrefixStore(f"channels {key}", store) for store in (self._store, self._torch_store))
             members = Members(own, torchs, self.pp_rank, self.ranks, patience)
             chosen = make_transport(config.p2p_transport, members, device, self._is_shared, config.p2p_max_ctas)
-            communicator = Communicator(chosen, placement, self.pp_rank, len(self.ranks), num_chunks)
-            self._communicators[key] = communicator
+            channels = Channels(chosen, placement, self.pp_rank, len(self.ranks), num_chunks)
+            self._channels[key] = channels
             progress.action, progress.awaited = "the connecting of its channels", "the others to connect"
-            communicator.connect()
+            channels.connect()
             progress.awaited = None
             logger.info(
                 "pipeline rank %d of %d: connected for %s with %d chunk(s), on %s by %s",
                 *(self.pp_rank, len(self.ranks), placement.name, num_chunks, device, type(chosen).__name__),
             )
-        communicator = self._communicators[key]
+        channels = self._channels[key]
         if has_headers:
             progress.action, progress.awaited = "the connecting of its channels", "the others to connect"
-            communicator.connect_headers()
+            channels.connect_headers()
             progress.awaited = None
-        return communicator
+        return channels
 
     def _is_shared(self, device: torch.device) -> bool:
         """Whether two ranks of this pipeline are on one GPU."""
@@ -188,17 +187,17 @@ class Session:
     def _abort(self) -> None:
         """All at once: to abort one can wait for what others have on the device. The first needs no thread: at the end
         of the interpreter none can be started."""
-        communicators = list(self._communicators.values())
-        others = [threading.Thread(target=one.transport.abort, daemon=True) for one in communicators[1:]]
+        all_channels = list(self._channels.values())
+        others = [threading.Thread(target=one.transport.abort, daemon=True) for one in all_channels[1:]]
         for other in others:
             other.start()
-        for one in communicators[:1]:
+        for one in all_channels[:1]:
             one.transport.abort()
         for other in others:
             other.join()
 
     def _find_error(self) -> str | None:
-        errors = (communicator.transport.find_error() for communicator in list(self._communicators.values()))
+        errors = (channels.transport.find_error() for channels in list(self._channels.values()))
         return next((error for error in errors if error is not None), None)
 
     def close(self) -> None:
@@ -207,14 +206,14 @@ class Session:
         self._close_channels()
 
     def _close_channels(self) -> None:
-        for communicator in self._communicators.values():
-            communicator.transport.close()
+        for channels in self._channels.values():
+            channels.transport.close()
         self.runners.clear()  # over these channels
-        self._communicators.clear()  # with their connections: each has threads that poll
+        self._channels.clear()  # with their connections: each has threads that poll
 
 
 class Alone:
-    """The session of the pipelines of one rank in one thread, which has no other to talk to."""
+    """The session of a pipeline with one rank, one for each thread: it keeps runners, and needs no channels."""
 
     pp_rank, ranks = 0, [0]
     watchdog = None
@@ -224,7 +223,7 @@ class Alone:
 
     @classmethod
     def of_this_thread(cls) -> Alone:
-        """Steps of two threads at the same time have a runner each."""
+        """The session of this thread. Steps in two threads at the same time need runners of their own."""
         if not hasattr(_this_thread, "alone"):
             _this_thread.alone = cls()
         alone: Alone = _this_thread.alone
@@ -232,7 +231,7 @@ class Alone:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step. Raises as that of `Session` does."""
+        """The context of one step. Raises what `Session.step` does."""
         if getattr(_this_thread, "is_in_step", False):
             raise ValueError(UNDER_WAY)
         _this_thread.is_in_step = True
@@ -248,10 +247,10 @@ class Alone:
 
 @contextmanager
 def one_step(group: dist.ProcessGroup | None) -> Iterator[Session | Alone]:
-    """Around all that ranks do together in a step, or in the warm-up.
+    """The context of a step or of a warm-up. Gives the session.
 
     Args:
-        group: of the pipeline.
+        group: the process group of the pipeline; None for one rank.
     """
     session = Alone.of_this_thread() if group is None or group.size() == 1 else Session.of(group)
     try:
@@ -262,8 +261,8 @@ def one_step(group: dist.ProcessGroup | None) -> Iterator[Session | Alone]:
 
 
 def _number_of(group: dist.ProcessGroup) -> int:
-    """Which one of the groups of the same ranks this is: the same on all of these, who made them in one order. The
-    name of a group need not be."""
+    """The number of this group among all groups of the same ranks. It is the same on all of these ranks, since they
+    made the groups in one order. The name of a group may differ between ranks."""
     ranks = dist.get_process_group_ranks(group)
     alike = [other for other, members in list(_world.pg_group_ranks.items()) if list(members) == ranks]
     return alike.index(group)

@@ -16,7 +16,7 @@ from ..plan import StageInfo
 from ..stages import Call
 
 
-def message_specs(model: nn.Module, stage: StageInfo, arguments: Call) -> tuple[MessageSpec | None, MessageSpec | None]:
+def message_specs(model: nn.Module, stage: StageInfo, call: Call) -> tuple[MessageSpec | None, MessageSpec | None]:
     """The messages that `stage` receives and sends, or None for both where neither the model nor the arguments tell. At
     the ends of the pipeline one of them is unused.
 
@@ -34,34 +34,34 @@ def message_specs(model: nn.Module, stage: StageInfo, arguments: Call) -> tuple[
     infer_inputs = find_attribute(model, "infer_stage_inputs_from_pipeline_inputs")
     infer_outputs = find_attribute(model, "infer_stage_outputs_from_pipeline_inputs")
     if infer_inputs is not None and infer_outputs is not None:
-        inputs = _pipeline_inputs(arguments)
+        inputs = _pipeline_inputs(call)
         with torch.device("meta"):
-            received = infer_inputs(inputs, arguments.num_microbatches)
-            sent = infer_outputs(inputs, arguments.num_microbatches)
+            received = infer_inputs(inputs, call.num_microbatches)
+            sent = infer_outputs(inputs, call.num_microbatches)
         if received is None and sent is None:
             return None, None
         return (
             spec_of(received, "infer_stage_inputs_from_pipeline_inputs must return", stage.is_first),
             spec_of(sent, "infer_stage_outputs_from_pipeline_inputs must return", stage.is_last),
         )
-    shape = None if find_attribute(model, "finds_shapes") else _tensor_shape(arguments)
+    shape = None if find_attribute(model, "finds_shapes") else _tensor_shape(call)
     if shape is None:
         return None, None
-    dtype = arguments.config.pipeline_dtype or _dtype_of(model)
+    dtype = call.config.pipeline_dtype or _dtype_of(model)
     receive_shapes, send_shapes = [shape], [shape]
-    if arguments.adjust_tensor_shapes_fn is not None:
-        receive_shapes, send_shapes = arguments.adjust_tensor_shapes_fn(receive_shapes, send_shapes)
+    if call.adjust_tensor_shapes_fn is not None:
+        receive_shapes, send_shapes = call.adjust_tensor_shapes_fn(receive_shapes, send_shapes)
     return _spec_of_shapes(receive_shapes, dtype), _spec_of_shapes(send_shapes, dtype)
 
 
-def _pipeline_inputs(arguments: Call) -> Any:
+def _pipeline_inputs(call: Call) -> Any:
     """What the whole pipeline is given in one step, on the meta device."""
-    if arguments.pipeline_inputs is not None:
-        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), arguments.pipeline_inputs)
-    if arguments.seq_length is None or arguments.micro_batch_size is None:
+    if call.pipeline_inputs is not None:
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), call.pipeline_inputs)
+    if call.seq_length is None or call.micro_batch_size is None:
         return {}
-    batch_size = arguments.micro_batch_size * arguments.num_microbatches
-    return {"input_ids": torch.empty(batch_size, arguments.seq_length, dtype=torch.long, device="meta")}
+    batch_size = call.micro_batch_size * call.num_microbatches
+    return {"input_ids": torch.empty(batch_size, call.seq_length, dtype=torch.long, device="meta")}
 
 
 def spec_of(message: Any, what_must: str, is_end: bool = False) -> MessageSpec:
@@ -92,21 +92,21 @@ def _spec_of_shapes(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Me
     return MessageSpec("tensor" if len(tensors) == 1 else "list", tensors)
 
 
-def _tensor_shape(arguments: Call) -> tuple[int, ...] | None:
+def _tensor_shape(call: Call) -> tuple[int, ...] | None:
     """Megatron's: sequence first, and only this rank's part of it. None where the sizes are not said."""
-    config = arguments.config
+    config = call.config
     for name in ("seq_length", "micro_batch_size", "decoder_seq_length"):
-        if getattr(arguments, name) is not None:
-            check_whole_number(name, getattr(arguments, name), 1)
-    if config.hidden_size is None or arguments.seq_length is None or arguments.micro_batch_size is None:
-        if arguments.adjust_tensor_shapes_fn is None:
+        if getattr(call, name) is not None:
+            check_whole_number(name, getattr(call, name), 1)
+    if config.hidden_size is None or call.seq_length is None or call.micro_batch_size is None:
+        if call.adjust_tensor_shapes_fn is None:
             return None
         raise ValueError(
             "adjust_tensor_shapes_fn is to adjust a shape that is not known: it takes seq_length and micro_batch_size "
-            f"(got {arguments.seq_length} and {arguments.micro_batch_size}) and model.config.hidden_size "
+            f"(got {call.seq_length} and {call.micro_batch_size}) and model.config.hidden_size "
             f"({config.hidden_size}). Pass them, or pass no adjust_tensor_shapes_fn."
         )
-    seq_length = arguments.decoder_seq_length or arguments.seq_length
+    seq_length = call.decoder_seq_length or call.seq_length
     num_parts = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     if seq_length % num_parts:
         raise ValueError(
@@ -114,7 +114,7 @@ def _tensor_shape(arguments: Call) -> tuple[int, ...] | None:
             f"{config.context_parallel_size}, sequence_parallel {config.sequence_parallel}, tensor_model_parallel_size "
             f"{config.tensor_model_parallel_size}): choose a seq_length that is a multiple of {num_parts}."
         )
-    return seq_length // num_parts, arguments.micro_batch_size, config.hidden_size
+    return seq_length // num_parts, call.micro_batch_size, config.hidden_size
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

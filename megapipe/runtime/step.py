@@ -1,7 +1,8 @@
 """One call of a schedule, from the caller's arguments to the losses.
 
-The runner of steps that are called alike is found, or made: that checks the arguments and agrees on them with the other
-ranks. It runs the schedule's loops, which drive a pipeline.
+A `Runner` is kept for each distinct way of calling: the same schedule, config values, models, sizes (`CallKey`). Making
+one checks the arguments; its first run compares them with those of the other ranks. It runs the schedule's loops, which
+call a `Pipeline`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import torch
 
 from .. import parallel_state
 from ..chunks import device_of
-from ..frameworks import Framework, Step, frameworks
+from ..frameworks import Step, frameworks
 from ..plan import AnySchedule, Schedule, StageInfo, find_schedule
 from ..stages import Call, Extension
 from ..structure import structure_of
 from .arguments import check_call, chunks_of, config_of, is_forward_only, iterator_per_chunk, pipeline_group
 from .garbage import collection_held_back
 from .grad_sync import finalize_gradients
-from .runner import Runner, situation_of
+from .runner import Runner, call_key
 from .session import Alone, Session, one_step
 
 MOST_RUNNERS = 8
@@ -39,9 +40,9 @@ def run_step(
     force_all_reduce: bool | None,
     **arguments: Any,
 ) -> list[Any]:
-    """The call of a schedule (`ForwardBackward.__call__` has its arguments), from its arguments to the reports."""
-    known = frameworks()
-    with one_step(pipeline_group(known, pg_collection, p2p_communicator)) as session:
+    """Run one step. Takes the arguments of `ForwardBackward.__call__`, and returns the reports of the loss function."""
+    in_use = frameworks()
+    with one_step(pipeline_group(in_use, pg_collection, p2p_communicator)) as session:
         models = chunks_of(model)
         if len(models) > 1:  # as Megatron's interleaved schedule
             arguments["decoder_seq_length"] = None
@@ -49,13 +50,13 @@ def run_step(
         call = Call(
             models=models,
             data_iterators=iterator_per_chunk(data_iterator, len(models)),
-            config=config_of(known, schedule, models, pg_collection),
+            config=config_of(in_use, schedule, models, pg_collection),
             device=device,
             num_tokens=torch.zeros((), dtype=torch.float64, device=device),
             structures=[*map(structure_of, models)],
             forward_only=is_forward_only(schedule, forward_only),
             schedule=schedule,
-            frameworks=known,
+            frameworks=in_use,
             **arguments,
         )
         check_call(call, len(session.ranks))
@@ -64,8 +65,8 @@ def run_step(
             runner = find_runner(schedule, call, session)
             try:
                 extensions = runner.prepare(call)
-                if known or call.config.broadcast_reports:
-                    _run_among(known, call, runner, extensions, session, keywords)
+                if in_use or call.config.broadcast_reports:
+                    _run_among(call, runner, extensions, session, keywords)
                 else:
                     runner.run(call, extensions)
                     are_counted = call.config.calculate_per_token_loss
@@ -74,7 +75,7 @@ def run_step(
                     ):
                         finalize_gradients(call.config, models, call.num_tokens, keywords)
             except BaseException:
-                session.runners.clear()  # with what was in flight
+                session.runners.clear()  # they may hold messages that are in flight
                 raise
     if call.is_void:
         ways = (pg_collection, p2p_communicator, force_all_reduce)
@@ -83,40 +84,39 @@ def run_step(
 
 
 def find_runner(schedule: Schedule, call: Call, session: Session | Alone) -> Runner:
-    """The one of an earlier step that was called alike, or a new one."""
-    situation = situation_of(schedule, call)
+    """Returns the runner of an earlier step with the same `CallKey`, or a new one.
+
+    Raises:
+        ValueError, TypeError: a new runner refuses the arguments.
+    """
+    key = call_key(schedule, call)
     runners: list[Runner] = session.runners
     for number, runner in enumerate(runners):
-        if runner.situation == situation and runner.fits(call):
+        if runner.call_key == key and runner.fits(call):
             runners.append(runners.pop(number))
             return runner
-    runner = Runner(situation, call, session)
+    runner = Runner(key, call, session)
     runners.append(runner)
     del runners[:-MOST_RUNNERS]
     return runner
 
 
 def _run_among(
-    known: Sequence[Framework],
-    call: Call,
-    runner: Runner,
-    extensions: Sequence[Extension],
-    session: Session | Alone,
-    keywords: dict[str, Any],
+    call: Call, runner: Runner, extensions: Sequence[Extension], session: Session | Alone, keywords: dict[str, Any]
 ) -> None:
-    """A step with what frameworks do around its loops and around its end, and with reports for all."""
+    """Run a step in the contexts that frameworks put around its loops and its end. Broadcasts the reports if asked."""
     pp_size = len(session.ranks)
-    last_stage = runner.key.schedule.placement.rank(pp_size * len(call.models) - 1, pp_size)
+    last_stage = runner.plan_key.schedule.placement.rank(pp_size * len(call.models) - 1, pp_size)
     share: Callable[..., Any] = functools.partial(session.share, source=last_stage, device=call.device)
     step = Step(call, session.pp_rank, pp_size, last_stage, keywords, share)
     with ExitStack() as stack:
-        for framework in known:
+        for framework in call.frameworks:
             stack.enter_context(framework.around_loops(step))
         runner.run(call, extensions)
     if call.is_void:
         return
     with ExitStack() as stack:
-        for framework in known:
+        for framework in call.frameworks:
             stack.enter_context(framework.around_finalizing(step))
         if not call.forward_only:
             finalize_gradients(call.config, call.models, call.num_tokens, keywords)

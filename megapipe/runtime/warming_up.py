@@ -25,11 +25,11 @@ from ..frameworks import frameworks
 from ..messages import MessageSpec, can_have_gradient
 from ..p2p_communication import Transfer
 from ..plan import FORWARD, KINDS, WEIGHTS, Kind, Schedule
-from ..stages import Call, Unit, as_sent
+from ..stages import Call, UnitState, as_sent
 from ..structure import structure_of
 from .arguments import check_call, chunks_of, config_of, pipeline_group
 from .pipeline import checkpoint_arguments, runs_of
-from .runner import Runner, situation_of
+from .runner import Runner, call_key
 from .session import Alone, Session, one_step
 from .shapes import message_specs, spec_of
 
@@ -66,7 +66,7 @@ def warm_up(
         microbatch: what `data_iterator` yields for one microbatch, on ranks that read data; otherwise None.
             `forward_step_func` gets an iterator that yields it again and again, or None for None.
         received: an example of the message that the chunks of this rank receive, as the stage before returns it: a
-            tensor, or tensors in a list, tuple or dict. Only shapes and dtypes matter. It is needed behind the first
+            tensor, or tensors in a list, tuple or dict. Only shapes and dtypes matter. It is needed after the first
             stage where messages are described neither by the sizes below nor by the model
             (`infer_stage_inputs_from_pipeline_inputs`), as those of a `PipelineStage`: for these, steps find shapes in
             the first of them only, when stages have run.
@@ -77,15 +77,15 @@ def warm_up(
             reached by another way than their modules' attributes (a list, a closure).
         PipelineError: when another rank failed.
     """
-    known = frameworks()
-    with one_step(pipeline_group(known, pg_collection, p2p_communicator)) as session:
+    in_use = frameworks()
+    with one_step(pipeline_group(in_use, pg_collection, p2p_communicator)) as session:
         models = chunks_of(model)
         call = Call(
             forward_step_func,
             [None if microbatch is None else itertools.repeat(microbatch)] * len(models),
             models,
             num_microbatches,
-            config=replace(config_of(known, schedule, models, pg_collection), timers=None),
+            config=replace(config_of(in_use, schedule, models, pg_collection), timers=None),
             device=device_of(models),
             num_tokens=torch.zeros((), dtype=torch.float64, device=device_of(models)),
             structures=[*map(structure_of, models)],
@@ -96,10 +96,10 @@ def warm_up(
             pipeline_inputs=pipeline_inputs,
             adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
             schedule=schedule,
-            frameworks=known,
+            frameworks=in_use,
         )
         check_call(call, len(session.ranks))
-        runner = Runner(situation_of(schedule, call), call, session)
+        runner = Runner(call_key(schedule, call), call, session)
         _refuse_what_cannot_be_left_alone(call, runner)
         inputs = _inputs(call, runner, received)
         runner.agree(call, ", in megapipe.warm_up")
@@ -186,25 +186,27 @@ def _run(
     if session.watchdog is not None:
         session.watchdog.check()
         session.watchdog.progress.action = f"the warm-up of stage {info.index}"
-    own = {action.kind for action in runner.key.plan.actions[runner.pp_rank] if action.stage == info.index}
+    own = {action.kind for action in runner.plan_key.plan.actions[runner.pp_rank] if action.stage == info.index}
     extensions = runner.extensions(call)
     stage = runner.make_stages(call)[chunk]
-    if chunk in runner.undescribed:
+    if chunk in runner.found_shapes:
         stage.output_specs = None  # what steps have found may change
     runs = runs_of(stage, extensions)
-    extra = next(checkpoint_arguments(runner.key, runner.pp_rank, call))
-    backwards: list[Kind | None] = [kind for kind in KINDS.values() if kind.name in own and kind.message == "backward"]
+    extra = next(checkpoint_arguments(runner.plan_key, runner.pp_rank, call))
+    backwards: list[Kind | None] = [
+        kind for kind in KINDS.values() if kind.name in own and kind.direction == "backward"
+    ]
     for backward in backwards or [None]:
         done = []
         for part, spec in enumerate(inputs):
-            done.append(unit := Unit(0, part))
+            done.append(unit := UnitState(0, part))
             unit.received = None if spec is None else Transfer(spec, _random(spec, call.device))
             runs[FORWARD.name](unit, *extra)
         while backward is not None and done:  # of slices, the last first
             unit = done.pop()
             if unit.output is not None:
                 assert unit.output.spec is not None
-                unit.output_grads = _random(unit.output.spec.gradient(), unit.output.tensors[0].device)
+                unit.output_grads = _random(unit.output.spec.gradient_spec(), unit.output.tensors[0].device)
             runs[backward.name](unit)
             if unit.deferred is not None:
                 runs[WEIGHTS.name](unit)

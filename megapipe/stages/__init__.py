@@ -7,13 +7,13 @@ from ..first_use import names_on_first_use
 if TYPE_CHECKING:
     from .call import Call
     from .delayed import find_delayed
-    from .extension import Extension, Run
+    from .extension import ActionFunction, Extension
     from .loss import Loss, call_loss_func, divide_loss
     from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning, warn
-    from .overlapped import Forward, run_pair
+    from .overlapped import Forward, run_overlapped
     from .pipeline_stage import PipelineStage, as_sent
     from .stage import Stage
-    from .unit import Unit, edge_of
+    from .unit import UnitState, edge_of
 
 __all__ = ["NoGradientWarning", "PipelineStage", "TrainingWarning", "UnsplitBackwardWarning"]
 

@@ -1,4 +1,4 @@
-"""One call of a schedule: its arguments in one form, and its results."""
+"""One call of a schedule: its arguments, checked and normalised, and its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shapes = list[tuple[int, ...]]
 
 @dataclass
 class Call:
-    """The caller's arguments of one step, and its results."""
+    """The arguments of one training or validation step, checked and normalised, and its results."""
 
     forward_step_func: Callable[..., Any]
     data_iterators: list[Any]
@@ -31,10 +31,10 @@ class Call:
     config: StepConfig
     device: torch.device
     num_tokens: Tensor
-    """Sum of the token counts of 3-tuple loss functions, which may be weights, and more than 32 bits hold: float64 on
-    every rank, for those who add it up over ranks."""
+    """Sum of the token counts of 3-tuple loss functions. It is float64 on every rank: counts may be weights, and more
+    than 32 bits hold, and a trainer adds them up over ranks."""
     structures: Sequence[Structure]
-    """What each of the models is made of."""
+    """The modules and parameters of each model (`structure_of`)."""
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
@@ -45,19 +45,19 @@ class Call:
     adjust_tensor_shapes_fn: Callable[[Shapes, Shapes], tuple[Shapes, Shapes]] | None = None
     schedule: Any = None
     frameworks: Sequence[Framework] = ()
-    """Those around megapipe that are in use."""
+    """The frameworks around megapipe that are in use."""
     stages: Sequence[StageInfo] = ()
-    """Those of the chunks."""
+    """The stage of each chunk."""
     slices: list[SequenceSlice] = field(default_factory=list)
-    """The slices of every sequence; none where sequences are whole."""
+    """The slices that each sequence is cut into; empty if sequences are not cut."""
     is_void: bool = False
-    """Whether what it computes counts for nothing: then it is made once more, from the arguments that are here."""
+    """Whether the results of this step are thrown away; the step is then run again with the same arguments."""
     results: list[Any] = field(default_factory=list)
     """The reports of the loss function, in microbatch order. Stays empty without the last stage."""
 
     @property
     def num_units(self) -> int:
-        """How many forwards each chunk runs."""
+        """How many forwards each chunk runs: one for each slice of each microbatch."""
         return self.num_microbatches * self.num_slices
 
     @property
@@ -65,7 +65,8 @@ class Call:
         return max(1, len(self.slices))
 
     def of_slices(self, slices: Sequence[SequenceSlice]) -> list[Call]:
-        """The call of each slice, as if it were a sequence; of whole sequences this one."""
+        """Returns a copy of the call for each slice, with the slice's length as `seq_length`; the call itself if there
+        are no slices."""
         decoder = self.decoder_seq_length
         return [
             replace(self, seq_length=part.length, decoder_seq_length=None if decoder is None else part.length)

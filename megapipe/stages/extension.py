@@ -1,7 +1,9 @@
-"""The way of an option to take part in a step.
+"""The hooks by which an option of the config takes part in a step.
 
-An option that is set has one extension in each runner. Its methods are called when a step begins, and give back what
-the step runs: so one that leaves a method as it is costs a step nothing, and the core knows no option by name.
+In each step a new instance is made of the extension of each option that is set, whose module is imported, or whose kind
+of action is in the plan (`config.OPTIONS`). Its methods are called when the step begins. They get a function of the
+step and return that function or a wrapper of it: so a method that is not overridden costs a step nothing, and the core
+knows no option by name.
 """
 
 from __future__ import annotations
@@ -19,59 +21,70 @@ if TYPE_CHECKING:
     from ..slices import SequenceSlice
     from .stage import Stage
 
-Run = Callable[..., None]
-"""Runs an action of one kind on one stage, for a unit."""
+ActionFunction = Callable[..., None]
+"""A function that runs one kind of action on one stage. It is called with the unit."""
 
 
 class Extension:
-    """An option of a runner. It overrides what it needs; several are composed in the order of `config.OPTIONS`, the
-    last one outermost.
+    """One option in one step. A subclass overrides the methods that it needs. Wrappers of several options are nested in
+    the order of `config.OPTIONS`, the last one outermost.
 
     Args:
-        plan: makes the plan of the schedule.
-        watchdog: of the pipeline; None where that has one rank.
+        get_plan: returns the plan of the schedule.
+        watchdog: of the pipeline; None if that has one rank.
     """
 
-    def __init__(self, config: StepConfig, plan: Callable[[], Plan], pp_rank: int, watchdog: Watchdog | None) -> None:
+    def __init__(
+        self, config: StepConfig, get_plan: Callable[[], Plan], pp_rank: int, watchdog: Watchdog | None
+    ) -> None:
         self.config = config
-        self.plan = plan
+        self.get_plan = get_plan
         self.pp_rank = pp_rank
         self.watchdog = watchdog
 
     def takes_part(self, call: Call) -> bool:
-        """Whether it has something to do in this step. May raise ValueError or TypeError, before anything is done."""
+        """Called first in each step. Returns whether the option has something to do in it; no other method is called if
+        not.
+
+        Raises:
+            ValueError, TypeError: the option cannot be used in this call.
+        """
         return True
 
     def cut(self, call: Call) -> tuple[list[SequenceSlice], type[Stage]] | None:
-        """The slices of every sequence, and the class of the stages that run them; None where sequences are whole."""
+        """Called when a runner is made. Returns the slices that each sequence is cut into and the class of the stages
+        that run them; None if the option does not cut sequences."""
         return None
 
     def begin(self, call: Call) -> AbstractContextManager[Any] | None:
-        """The loops of a step begin. Returns what goes around them."""
+        """Called before the schedule's loops. Returns a context to run them in, or None."""
         return None
 
     def forward_step(self, stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Goes around the caller's forward_step_func."""
+        """Called for each stage with its forward_step_func. Returns it, or a wrapper of it."""
         return function
 
-    def kinds(self, stage: Stage) -> Mapping[str, Run]:
-        """Actions that it brings, by the names that they have in plans."""
+    def kinds(self, stage: Stage) -> Mapping[str, ActionFunction]:
+        """Called for each stage. Returns functions for kinds of action that the option implements, by their names."""
         return {}
 
-    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
-        """Goes around an action, when its message is there."""
+    def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
+        """Called for each stage and kind of action. Returns `run`, or a wrapper of it. The wrapper is called when the
+        message of the action is there."""
         return run
 
     def gradient_sync(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes what is told when gradients become complete (`runtime.GradientSync`)."""
+        """Called with the class `runtime.GradientSync`, which is told when gradients become complete. Returns it, or a
+        function with the same arguments."""
         return make
 
     def monitor(self, monitor: Any) -> Any:
-        """Goes around what accompanies actions and waits (`runtime.Monitor`)."""
+        """Called with the step's `runtime.Monitor`, which is told of each action and each wait. Returns it, or a
+        wrapper of it."""
         return monitor
 
     def end(self) -> None:
-        """The step has succeeded."""
+        """Called after a step that succeeded."""
 
     hides_gradients = False
-    """Whether gradients are elsewhere than in the `.grad` of the chunks' parameters until all of them are complete."""
+    """Whether the option keeps gradients elsewhere than in the `.grad` of parameters until all of them are complete."""

@@ -21,8 +21,8 @@ class Loss(NamedTuple):
     gradient: float
 
 
-def call_loss_func(step: Call, output: Any, loss_func: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Call the loss function and note its report in `step`.
+def call_loss_func(call: Call, output: Any, loss_func: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Call the loss function and note its report in `call`.
 
     Returns:
         The loss as it is, and the number of tokens where `loss_func` returns one, without dimensions. None where
@@ -31,24 +31,24 @@ def call_loss_func(step: Call, output: Any, loss_func: Any) -> tuple[Tensor, Ten
     Raises:
         TypeError: `loss_func` cannot be called, or returned something else than Megatron's loss functions do.
     """
-    if loss_func is None and step.forward_only:
-        step.results.append(output)
+    if loss_func is None and call.forward_only:
+        call.results.append(output)
         return None
     if not callable(loss_func):
         raise TypeError(
             f"forward_step_func must return (output, loss_func); on the last stage its loss_func is "
             f"{describe(loss_func)}, which cannot be called."
         )
-    if step.collect_non_loss_data:
-        step.results.append(loss_func(output, non_loss_data=True))
+    if call.collect_non_loss_data:
+        call.results.append(loss_func(output, non_loss_data=True))
         return None
     returned = loss_func(output)
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
         raise TypeError(
             f"loss_func must return (loss, report) or (loss, num_tokens, report), but it returned {describe(returned)}."
         )
-    step.results.append(returned[-1])
-    if step.forward_only:
+    call.results.append(returned[-1])
+    if call.forward_only:
         return None
     loss = returned[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
@@ -56,26 +56,26 @@ def call_loss_func(step: Call, output: Any, loss_func: Any) -> tuple[Tensor, Ten
             f"the loss, which loss_func returns first, must be a real tensor of one element, but it is "
             f"{describe(loss)}: take the mean or the sum of a larger one, and leave out .item()."
         )
-    return loss, None if len(returned) == 2 else _add_tokens(step, returned[1], loss)
+    return loss, None if len(returned) == 2 else _add_tokens(call, returned[1], loss)
 
 
-def divide_loss(step: Call, loss: Tensor, num_tokens: Tensor | None) -> Loss:
+def divide_loss(call: Call, loss: Tensor, num_tokens: Tensor | None) -> Loss:
     """Divide a loss as Megatron does: by the number of microbatches and, where there is one, by that of tokens. For
     Megatron fewer than one are one; here they may be weights."""
     if num_tokens is None:
         # Out of place: the report may share memory with the loss.
-        if step.config.context_parallel_size > 1:
-            loss = loss * step.config.context_parallel_size
-    elif step.config.calculate_per_token_loss:
+        if call.config.context_parallel_size > 1:
+            loss = loss * call.config.context_parallel_size
+    elif call.config.calculate_per_token_loss:
         return Loss(loss, 1.0)
     else:
         loss = loss / torch.where(num_tokens > 0, num_tokens, 1)
-    if step.config.grad_scale_func is not None:  # which is given the loss as it is
-        return Loss(loss / step.num_microbatches, 1.0)
-    return Loss(loss, 1 / step.num_microbatches)
+    if call.config.grad_scale_func is not None:  # which is given the loss as it is
+        return Loss(loss / call.num_microbatches, 1.0)
+    return Loss(loss, 1 / call.num_microbatches)
 
 
-def _add_tokens(step: Call, num_tokens: Any, loss: Tensor) -> Tensor:
+def _add_tokens(call: Call, num_tokens: Any, loss: Tensor) -> Tensor:
     """Returns the number as a tensor without dimensions."""
     if isinstance(num_tokens, (int, float)):  # filled in on the device: a copy to it would wait for it
         dtype = torch.promote_types(loss.dtype, torch.float32) if isinstance(num_tokens, float) else torch.int64
@@ -84,13 +84,13 @@ def _add_tokens(step: Call, num_tokens: Any, loss: Tensor) -> Tensor:
     if tensor.numel() != 1:
         raise TypeError(f"loss_func must return one number of tokens, but it is {describe(tensor)}.")
     tensor = tensor.reshape(())
-    step.num_tokens += tensor.detach()
+    call.num_tokens += tensor.detach()
     return tensor
 
 
-def scale_loss(step: Call, loss: Tensor) -> Tensor:
+def scale_loss(call: Call, loss: Tensor) -> Tensor:
     """The loss scaled by `config.grad_scale_func`, if there is one."""
-    scaled = loss if step.config.grad_scale_func is None else step.config.grad_scale_func(loss)
+    scaled = loss if call.config.grad_scale_func is None else call.config.grad_scale_func(loss)
     if not isinstance(scaled, Tensor):
         raise TypeError(f"config.grad_scale_func must return the scaled loss, but it is {describe(scaled)}.")
     return scaled

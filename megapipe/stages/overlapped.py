@@ -12,44 +12,48 @@ from typing import NamedTuple
 import torch
 
 from ..overlap import Segments, filling_windows
-from .extension import Run
+from .extension import ActionFunction
 from .stage import Stage
-from .unit import Unit
+from .unit import UnitState
 
 
 class Forward(NamedTuple):
     """A forward that is to be run while a backward is."""
 
     stage: Stage
-    unit: Unit
-    """Its input has arrived."""
+    unit: UnitState
+    """Its input has arrived already."""
     extra: tuple[bool, ...]
     done: Callable[[], None]
-    """Called as soon as the output is held no more: else it is copied."""
+    """Called at the end of the forward, when nothing else holds the output: then it is sent without a copy."""
 
 
-def run_pair(forward: Forward, backward: Stage, run_backward: Run, unit: Unit, fill: Callable[[Unit], None]) -> None:
-    """Run a forward and B of a unit in segments.
+def run_overlapped(
+    forward: Forward, backward: Stage, run_backward: ActionFunction, unit: UnitState, fill: Callable[[UnitState], None]
+) -> None:
+    """Run a forward in segments, in the overlap windows of a backward of another unit.
 
-    A forward that `forward_step_func` has run by itself is not overlapped.
+    If `forward_step_func` has run the whole forward at once, the two run one after the other.
 
     Args:
-        run_backward: the B of that stage.
-        fill: called with a unit in those of its windows in which the other does not run.
+        backward: the stage of the backward.
+        run_backward: the function of its B.
+        unit: the unit that goes backward.
+        fill: called with a unit in its windows in which the other action has nothing to run.
     """
     stage = forward.stage
     with filling_windows(lambda: fill(forward.unit)):
-        output, loss_func = stage.begin(forward.unit, *forward.extra)
+        output, loss_func = stage.start_forward(forward.unit, *forward.extra)
 
-    def end() -> None:
+    def finish() -> None:
         nonlocal output
         returned, output = output, None
-        stage.end(forward.unit, returned, loss_func)
+        stage.finish_forward(forward.unit, returned, loss_func)
         del returned
         forward.done()
 
     if not isinstance(output, Segments):
-        end()
+        finish()
 
     def advance() -> None:
         if output is None:
@@ -58,7 +62,7 @@ def run_pair(forward: Forward, backward: Stage, run_backward: Run, unit: Unit, f
         stage.show(forward.unit)
         if not output.advance():
             with torch.enable_grad():  # this may be inside of the backward
-                end()
+                finish()
         if stage is backward and unit.received is not None:
             stage.show(unit)
 

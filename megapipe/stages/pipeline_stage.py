@@ -27,7 +27,7 @@ class PipelineStage(nn.Module):
     """A module that is a stage of a pipeline, and need not know.
 
     Where `forward_step_func` calls the stage with `(*batch, **options)`, the first stage calls `module(*batch,
-    **options)`. Those behind it call `module(received, **options)`: what the module of the stage before returned takes
+    **options)`. Later ones call `module(received, **options)`: what the module of the stage before returned takes
     the place of the batch. That is a tensor, or tensors, numbers, texts and None in lists, tuples, dicts, named tuples
     and what else torch's pytrees know. Tensors of floating point that require a gradient have one there too. Their
     shapes need not be said: they are found in the first step.

@@ -1,6 +1,8 @@
-"""One stage of the model: its forward and its backward, as the caller's forward_step_func and loss function define it.
+"""One stage of the model: its forward by the caller's forward_step_func and loss function, and its backward by
+autograd.
 
-A method for each kind of action, which runs it for one unit. Nothing is ever written into a tensor of the model.
+`Stage` has a method for each kind of action (F, B, BW, W, R, O, L), which runs it for one unit. It knows no other rank:
+it takes inputs and gradients from the unit, and puts its results there. It never writes into a tensor of the model.
 """
 
 from __future__ import annotations
@@ -26,74 +28,74 @@ from .call import Call
 from .delayed import DelayedGrads, find_delayed
 from .loss import Loss, call_loss_func, describe, divide_loss, scale_loss
 from .notices import NoGradientWarning, warn
-from .unit import Unit, edge_of
+from .unit import UnitState, edge_of
 
 EXPLAINED = (RuntimeError, StopIteration, TypeError, AttributeError)
-"""Errors of the caller's functions for which there may be a better sentence."""
+"""Errors of the caller's functions for which `_explain` may have a clearer text."""
 
 
 class Stage:
-    """Runs one chunk of the model.
+    """Runs F, B and W of one chunk of the model. Made anew in each step.
 
     Args:
-        output_specs: of the message that the next stage expects, or of that of each slice; None if its shapes are
-            dynamic.
-        is_found: the next stage expects what this one returned in its first step.
-        has_headers: it expects the sizes only, and is told the rest with each message.
-        delays: some modules defer weight gradients by themselves.
+        output_specs: the specs of the messages that the next stage expects, one for each slice; None if each message
+            has a header that describes it.
+        shapes_are_found: output_specs are what this stage returned in its first step.
+        has_headers: each message has a header too, which tells what output_specs do not fix: requires_grad and values.
+        delays: the chunk has modules with `backward_dw` (transformer-engine), which defer weight gradients themselves.
     """
 
-    unit: Unit | None = None
-    """That which forward_step_func is called for."""
+    unit: UnitState | None = None
+    """The unit for which forward_step_func is running; None outside of it."""
 
     def __init__(
         self,
         info: StageInfo,
         chunk: int,
-        step: Call,
+        call: Call,
         output_specs: Sequence[MessageSpec] | None,
-        is_found: bool = False,
+        shapes_are_found: bool = False,
         has_headers: bool = False,
         delays: bool = False,
     ) -> None:
         self.info = info
         self._is_last = info.is_last
-        self.module = step.models[chunk]
-        self._kept = step.structures[chunk].kept
-        self._step = step
-        self._data_iterator = step.data_iterators[chunk]
-        self.device = step.device
-        self.forward_step_func = step.forward_step_func
-        """The caller's, with what options put around it."""
-        if step.frameworks and not step.forward_only:
-            cut = find_cut(self.module, step.frameworks)
+        self.module = call.models[chunk]
+        self._kept = call.structures[chunk].kept
+        self._call = call
+        self._data_iterator = call.data_iterators[chunk]
+        self.device = call.device
+        self.forward_step_func = call.forward_step_func
+        """The caller's function, wrapped by options."""
+        if call.frameworks and not call.forward_only:
+            cut = find_cut(self.module, call.frameworks)
             self.forward_step_func = cut(self.forward_step_func) if cut else self.forward_step_func
         self.output_specs = output_specs
-        self._is_found, self._has_headers = is_found, has_headers
+        self._shapes_are_found, self._has_headers = shapes_are_found, has_headers
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
         self._shown: tuple[int, int] | None = None
-        """The unit whose input the model has."""
+        """The unit whose input was last given to the model's set_input_tensor, as (microbatch, slice)."""
         self._shown_structure: Any = None
-        """That of the input: as MessageSpec's."""
+        """The structure of that input, as in MessageSpec."""
         self._around = []
-        for framework in step.frameworks:
-            if (around := framework.around_forwards(self.module, step.num_units, step.device)) is not None:
+        for framework in call.frameworks:
+            if (around := framework.around_forwards(self.module, call.num_units, call.device)) is not None:
                 self._around.append(around)
-        self._delayed = find_delayed(self.module) if delays and not step.forward_only else []
+        self._delayed = find_delayed(self.module) if delays and not call.forward_only else []
 
     @cached_property
     def can_overlap(self) -> bool:
-        """Whether forwards may run in segments."""
+        """Whether the model's forward may run in segments, and so overlap with a backward."""
         return (
-            find_forward_segments(self.module) is not None or find_cut(self.module, self._step.frameworks) is not None
+            find_forward_segments(self.module) is not None or find_cut(self.module, self._call.frameworks) is not None
         )
 
-    def F(self, unit: Unit, *extra: bool) -> None:
-        """Needs `received`. Makes `output`, but on the last stage, and what backward needs.
+    def F(self, unit: UnitState, *extra: bool) -> None:
+        """Forward. Takes `received`. Sets `output`, except on the last stage, and what the backward needs.
 
         Args:
-            extra: the third argument of forward_step_func, where the config asks for one.
+            extra: the third argument of forward_step_func, if the config asks for one.
         """
         self._take_input(unit)
         try:
@@ -101,13 +103,13 @@ class Stage:
         except EXPLAINED as error:
             self._explain(error, unit)
             raise
-        self.end(unit, *self._checked(returned))
+        self.finish_forward(unit, *self._checked(returned))
 
-    def R(self, unit: Unit) -> None:
-        """Nothing, unless an option says otherwise: F has kept all."""
+    def R(self, unit: UnitState) -> None:
+        """Recompute activations. F keeps them all, so there is nothing to do; the Recompute extension replaces this."""
 
-    def O(self, unit: Unit) -> None:  # noqa: E743  # the kind's name
-        """An option brings this, and L."""
+    def O(self, unit: UnitState) -> None:  # noqa: E743  # the kind's name
+        """O copies saved activations to host memory, L copies them back. The Offloading extension replaces both."""
         raise ValueError(
             "the schedule runs O, but no F knew that what it saves is to be moved: set config.offload_activations, "
             "which places O and L by itself, or run a plan that has them."
@@ -115,16 +117,17 @@ class Stage:
 
     L = O
 
-    def B(self, unit: Unit) -> None:
-        """Needs `output_grads`. Makes `input_grads` and `deferred`, the W that is left."""
+    def B(self, unit: UnitState) -> None:
+        """Input gradients. Takes `output_grads`. Sets `input_grads`, and `deferred` for W."""
         unit.deferred = DeferredGrads()
         self.BW(unit)
 
-    def BW(self, unit: Unit) -> None:
-        """B and W in one. Where F ran in segments W is left as after B, to fill overlap windows."""
+    def BW(self, unit: UnitState) -> None:
+        """Whole backward: B and W in one. If F ran in segments, it leaves W to be run as after B, so that overlap
+        windows can be filled with it."""
         if unit.has_windows and unit.deferred is None:
             unit.deferred = DeferredGrads()
-        if unit.received is not None:  # for parts that are computed again
+        if unit.received is not None:  # for layers that are recomputed
             self.show(unit)
         for wait in unit.before_backward:
             wait()
@@ -151,11 +154,11 @@ class Stage:
                 unit.delayed = delayed
         if not self.info.is_first:
             self._take_input_grads(unit)
-        unit.received = unit.output_grads = None  # what is left is for W
-        unit.inputs, unit.edges, unit.of, unit.before_backward = [], [], {}, []
+        unit.received = unit.output_grads = None  # W needs only `deferred` and `delayed`
+        unit.inputs, unit.edges, unit.kept_by, unit.before_backward = [], [], {}, []
 
-    def W(self, unit: Unit) -> None:
-        """Needs `deferred`."""
+    def W(self, unit: UnitState) -> None:
+        """Weight gradients. Takes `deferred` and `delayed`, and adds the gradients up in the parameters."""
         assert unit.deferred is not None
         unit.deferred.run()
         if unit.delayed is not None:
@@ -164,8 +167,9 @@ class Stage:
 
     # Forward
 
-    def begin(self, unit: Unit, *extra: bool) -> tuple[Any, Any]:
-        """The first part of F, as far as `Segments` go by themselves. Returns what `end` takes."""
+    def start_forward(self, unit: UnitState, *extra: bool) -> tuple[Any, Any]:
+        """The first part of F: give the model its input and call forward_step_func. A model that runs in segments stops
+        at its first overlap window. Returns the output and the loss function, for `finish_forward`."""
         self._take_input(unit)
         try:
             returned = self.forward_step_func(self._data_iterator, self.module, *extra)
@@ -175,7 +179,11 @@ class Stage:
         return self._checked(returned)
 
     def _checked(self, returned: Any) -> tuple[Any, Any]:
-        """The output, and the loss function."""
+        """Returns the output and the loss function.
+
+        Raises:
+            TypeError: forward_step_func has not returned these two.
+        """
         self.unit = None
         if not isinstance(returned, (tuple, list)) or len(returned) != 2:
             raise TypeError(
@@ -184,31 +192,33 @@ class Stage:
             )
         return returned[0], returned[1]
 
-    def _take_input(self, unit: Unit) -> None:
-        """Hand the input of a forward to the model, and keep the tensors of it that want a gradient."""
+    def _take_input(self, unit: UnitState) -> None:
+        """Give the model its input for a forward, and keep the tensors whose gradients are sent back."""
         self.unit = unit
         received = unit.received
-        if received is not None and not self._step.forward_only:
+        if received is not None and not self._call.forward_only:
             assert received.spec is not None
             tensors = received.tensors
             for index, spec in enumerate(received.spec.tensors):
                 if spec.differentiable:
-                    # As a view: of other leaves autocast would keep the cast, and add up gradients in its dtype.
+                    # A view, since autocast caches the cast of a leaf that is not a view: gradients of several uses
+                    # would then be summed in autocast's dtype.
                     tensors[index] = tensors[index].view_as(tensors[index]).requires_grad_()
                     unit.inputs.append(tensors[index])
         self._shown = None
         self.show(unit)
-        is_validated = self._step.forward_only and self._step.first_val_step is False
+        is_validated = self._call.forward_only and self._call.first_val_step is False
         if self._set_is_first_microbatch is not None and unit.microbatch == unit.slice == 0 and not is_validated:
             self._set_is_first_microbatch()
         for around in self._around:
             around.before(unit.microbatch)
 
-    def end(self, unit: Unit, output: Any, loss_func: Any) -> None:
-        """Run the remaining segments, and on the last stage the loss function. Keep what they make.
+    def finish_forward(self, unit: UnitState, output: Any, loss_func: Any) -> None:
+        """The second part of F: run the remaining segments and, on the last stage, the loss function. Sets `output` and
+        what the backward needs.
 
         Args:
-            output, loss_func: returned by `begin`.
+            output, loss_func: returned by `start_forward`.
         """
         if isinstance(output, Segments):
             segments = output
@@ -230,12 +240,12 @@ class Stage:
         else:
             self._save_output(unit, output)
 
-    def compute_loss(self, unit: Unit, output: Any, loss_func: Any) -> Loss | None:
-        """None where there is none to differentiate."""
-        called = call_loss_func(self._step, output, loss_func)
-        return None if called is None else divide_loss(self._step, *called)
+    def compute_loss(self, unit: UnitState, output: Any, loss_func: Any) -> Loss | None:
+        """Call the loss function. Returns None if there is no loss to differentiate (validation)."""
+        called = call_loss_func(self._call, output, loss_func)
+        return None if called is None else divide_loss(self._call, *called)
 
-    def _save_output(self, unit: Unit, output: Any) -> None:
+    def _save_output(self, unit: UnitState, output: Any) -> None:
         try:
             structure, tensors = pack(output)
             for tensor in tensors:
@@ -248,31 +258,31 @@ class Stage:
         spec = None if self.output_specs is None else self.output_specs[unit.slice]
         if spec is None or not spec.fits(structure, tensors):
             spec = self._check_output(structure, tensors, unit)
-        if not self._step.forward_only:
-            for tensor, of in zip(tensors, spec.tensors):
-                if of.differentiable:
+        if not self._call.forward_only:
+            for tensor, tensor_spec in zip(tensors, spec.tensors):
+                if tensor_spec.differentiable:
                     unit.edges.append(edge_of(tensor))
             if not any(unit.edges):
                 self._warn_of_no_gradient("output", unit.inputs)
         for index, tensor in enumerate(tensors):
-            # A copy if autograd has not made it: it may be a buffer, a parameter, the input, or memory of others.
+            # Copied if autograd has not computed it: it may be a buffer, a parameter, the input, or shared memory.
             tensors[index] = tensor.detach() if tensor.grad_fn is not None else tensor.detach().clone()
         unit.output = Transfer(spec, tensors)
 
-    def _save_loss(self, unit: Unit, loss: Loss | None) -> None:
-        if self._step.forward_only:
+    def _save_loss(self, unit: UnitState, loss: Loss | None) -> None:
+        if self._call.forward_only:
             return
         unit.output_grads = []
         if loss is not None:
-            tensor = scale_loss(self._step, loss.tensor)
+            tensor = scale_loss(self._call, loss.tensor)
             if not tensor.requires_grad:
                 self._warn_of_no_gradient("loss", unit.inputs)
             unit.edges, unit.output_grads = [edge_of(tensor)], [torch.full_like(tensor, loss.gradient)]
 
     # Backward
 
-    def roots(self, unit: Unit) -> list[tuple[GradientEdge, Tensor]]:
-        """The edges at which backward begins, and their gradients."""
+    def roots(self, unit: UnitState) -> list[tuple[GradientEdge, Tensor]]:
+        """The edges at which the backward begins, each with its gradient."""
         assert unit.output_grads is not None
         roots = []
         for edge, grad in zip(unit.edges, unit.output_grads):
@@ -280,16 +290,16 @@ class Stage:
                 roots.append((edge, grad))
         return roots
 
-    def _take_input_grads(self, unit: Unit) -> None:
-        """What goes to the previous stage after backward: zeros where there is no gradient. Whether there is one may
-        depend on the data, and whoever receives it would have to wait for a device to be told."""
+    def _take_input_grads(self, unit: UnitState) -> None:
+        """Set `input_grads` after a backward. A gradient that is None is sent as zeros: whether it is None may depend
+        on the data, and to tell the previous stage would cost a wait for the device."""
         grads, num_missing = [], 0
         for leaf in unit.inputs:
             if leaf.grad is None:
                 num_missing += 1
                 grads.append(torch.zeros_like(leaf, memory_format=torch.contiguous_format))
             else:
-                # Off the leaf, so that others that still hold its memory may write to it.
+                # Taken off the leaf, and copied if others still hold its memory, since they may write to it.
                 grad, leaf.grad = leaf.grad.detach(), None
                 grads.append(unshared(grad))
         if unit.has_run_backward and grads and num_missing == len(grads):
@@ -301,9 +311,9 @@ class Stage:
 
     # Input
 
-    def show(self, unit: Unit) -> None:
-        """Let the model have the input of a unit, unless it has that already: as a list, also where that holds one
-        tensor, or None, as Megatron's models take it."""
+    def show(self, unit: UnitState) -> None:
+        """Call the model's set_input_tensor with the input of a unit, unless it was the last one given. A single tensor
+        is given in a list, as to Megatron's models; the first stage gets [None]."""
         this = unit.microbatch, unit.slice
         if self._shown == this:
             return
@@ -319,8 +329,9 @@ class Stage:
             self._set_input_tensor(message)
 
     def forget_input(self) -> None:
-        """The model has kept its last input, and with it an activation: it is given None, as on the first stage. A
-        model that takes several tensors might not understand that, and keeps them; a PipelineStage does."""
+        """Called at the end of a step: give the model [None], so that it does not keep its last input in memory. A
+        model of the user's that takes several tensors might fail on that, so it keeps them; a PipelineStage does
+        not."""
         structure = self._shown_structure
         if structure == "tensor" or (structure is not None and find_attribute(self.module, "finds_shapes")):
             with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
@@ -328,8 +339,8 @@ class Stage:
 
     # Output
 
-    def _explain(self, error: Exception, unit: Unit) -> None:
-        """Raises a better error, if there is one."""
+    def _explain(self, error: Exception, unit: UnitState) -> None:
+        """Raises a clearer error if the cause of `error` is known; returns if not."""
         if isinstance(error, StopIteration):
             called = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
             if nn.Module._call_impl.__code__ in called:
@@ -338,7 +349,7 @@ class Stage:
                     f"{error!r}."
                 ) from error
             raise ValueError(
-                f"data_iterator ended at microbatch {unit.microbatch} of {self._step.num_microbatches} (stage "
+                f"data_iterator ended at microbatch {unit.microbatch} of {self._call.num_microbatches} (stage "
                 f"{self.info.index}): it must yield one item per microbatch; give it more, or lower num_microbatches."
             ) from None
         failed = f"stage {self.info.index} failed for microbatch {unit.microbatch}: {error}"
@@ -358,14 +369,18 @@ class Stage:
                 "first stage: keep input[0], or wrap the layers in megapipe.PipelineStage."
             ) from error
 
-    def _check_output(self, structure: Any, tensors: list[Tensor], unit: Unit) -> MessageSpec:
-        """Its spec, if the next stage is told."""
+    def _check_output(self, structure: Any, tensors: list[Tensor], unit: UnitState) -> MessageSpec:
+        """Returns the spec of an output that is not as `output_specs` say.
+
+        Raises:
+            ValueError: no header will tell the next stage of the difference.
+        """
         spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
         expected = None if self.output_specs is None else self.output_specs[unit.slice]
         if expected is None or (self._has_headers and spec.sizes == expected.sizes):
             return spec
         remedy = "Return what the next stage expects, pass the right seq_length and micro_batch_size, or set "
-        if self._is_found:
+        if self._shapes_are_found:
             remedy = (
                 "It was so in the first step. Where it changes from step to step, pass another seq_length or "
                 "micro_batch_size with it (shapes are then found anew), or set "
@@ -381,10 +396,10 @@ class Stage:
 
     def _warn_of_no_gradient(self, what: str, inputs: list[Tensor]) -> None:
         if inputs or self._is_trained:
-            number = self.info.index
-            whom = f"stages 0 to {number} are" if number else "it is"
+            index = self.info.index
+            whom = f"stages 0 to {index} are" if index else "it is"
             self._warn(
-                f"the {what} of stage {number} has no gradient (detached, or computed under no_grad?), so {whom} not "
+                f"the {what} of stage {index} has no gradient (detached, or computed under no_grad?), so {whom} not "
                 "trained by it"
             )
 
@@ -393,14 +408,14 @@ class Stage:
         return any(parameter.requires_grad for parameter in self.module.parameters())
 
     def _warn(self, text: str) -> None:
-        """Once for a chunk, and again when its structure has changed."""
+        """Warn once for a chunk, and again after its structure has changed."""
         if NoGradientWarning not in self._kept:
             self._kept[NoGradientWarning] = True
             warn(text, NoGradientWarning)
 
 
-def _has_list(error: Exception, unit: Unit) -> bool:
-    """Whether the function that failed had the list that `set_input_tensor` was given, in place of its one item."""
+def _has_list(error: Exception, unit: UnitState) -> bool:
+    """Whether the function that failed used the list given to set_input_tensor where it should use the tensor in it."""
     item = None if unit.received is None else unit.received.tensors[0]
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     values = [*frame.f_locals.values()]

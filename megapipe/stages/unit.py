@@ -15,42 +15,43 @@ from .delayed import DelayedGrads
 
 
 @dataclass(slots=True, eq=False)
-class Unit:
-    """What a unit holds between its actions: each takes what it needs, and leaves what it makes.
+class UnitState:
+    """What is kept of one microbatch (or slice) on one stage between its actions. Each action takes its inputs from
+    here and puts its results here.
 
-    What has been run is kept as the edges of its graph, not as tensors: a `GradientEdge` is all that backward needs. So
-    an output is freed as soon as it has been sent, views included.
+    The autograd graph is kept by its `GradientEdge`s, not by tensors: an edge is all that backward needs. So an output
+    is freed as soon as it has been sent, views included.
     """
 
     microbatch: int
     slice: int = 0
     received: Transfer | None = None
-    """The input, arrived; None on the first stage. Kept for parts that are computed again in the backward."""
+    """The input; None on the first stage. Kept for layers that are recomputed in the backward."""
     inputs: list[Tensor] = field(default_factory=list)
     """The leaves whose gradients go to the previous stage."""
     output: Transfer | None = None
-    """What F made, to be sent; None on the last stage."""
+    """The result of F, to be sent; None on the last stage."""
     edges: list[GradientEdge | None] = field(default_factory=list)
-    """One per output that a gradient comes back for; None where it does not depend on anything trained. The graph hangs
-    on them."""
+    """One for each output tensor that gets a gradient; None if that output does not depend on anything trained. They
+    keep the graph alive."""
     output_grads: list[Tensor] | None = None
-    """The gradients of those. On the last stage, whose output is the loss, F sets it."""
+    """The gradients of these outputs. On the last stage, whose output is the loss, F sets them."""
     has_windows: bool = False
     """Whether F ran in segments, so that the backward may have overlap windows."""
-    of: dict[Any, Any] = field(default_factory=dict)
-    """What options keep with it."""
+    kept_by: dict[Any, Any] = field(default_factory=dict)
+    """What an option keeps for this unit, by the class of its extension or stage."""
     before_backward: list[Callable[[], None]] = field(default_factory=list)
     """Called before its backward."""
     input_grads: Transfer | None = None
-    """What B made, to be sent."""
+    """The result of B, to be sent."""
     has_run_backward: bool = False
-    """Whether anything of the stage depended on a gradient."""
+    """Whether autograd had anything to run: some output depended on an input or parameter that needs a gradient."""
     deferred: DeferredGrads | None = None
-    """Weight gradients that are left to W."""
+    """Weight gradients that layers have deferred to W by `weight_grad.defer`."""
     delayed: DelayedGrads | None = None
-    """Those that modules defer by themselves."""
+    """Weight gradients that modules with `backward_dw` defer by themselves."""
 
 
 def edge_of(tensor: Tensor) -> GradientEdge | None:
-    """All that a backward needs of a tensor: None where that has no gradient."""
+    """The edge at which the backward of a tensor begins; None if the tensor does not require a gradient."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None

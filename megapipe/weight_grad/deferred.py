@@ -1,6 +1,9 @@
-"""Weight gradients that a B leaves to its W.
+"""Weight gradients that are deferred from B to W.
 
-During a B, everything that is handed to `defer` is put on a list, its W. In any other backward it runs at once.
+Layers call `defer(weight, compute)` in the backward of their autograd Function: those of `megapipe.weight_grad`, those
+that `weight_grad.convert` has converted, and captured stages. During a B `compute` is stored, and W runs it. In any
+other backward it runs at once. Autograd runs once, in B; a layer that does not call `defer` has its weight gradients
+computed in it.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from .grad_hooks import SilencedHooks, pass_through_weights
 
 
 class Backward:
-    """The context of one backward, whose weight gradients are computed at once.
+    """The context of a backward that defers nothing: weight gradients are computed at once.
 
-    Two pipelines in one process take turns, so neither finds its gradients in the other's list.
+    Two pipelines in one process take turns (a lock), so that neither gets the deferred gradients of the other.
     """
 
     def __enter__(self) -> None:
@@ -44,23 +47,23 @@ class Backward:
 
 
 AT_ONCE = Backward()
-"""That of all backwards that leave nothing to a W."""
+"""The context of all backwards that are not split into B and W."""
 
 
 class DeferredGrads(Backward):
-    """The weight gradients that one B leaves to its W: the context of B, to which it hands them by `defer`.
+    """The weight gradients that one B defers to its W. It is the context of that B: layers add to it by `defer`.
 
     On CPU they are equal to torch's: the contributions of a backward to a weight are added up first, in autograd's
     order, and then added to the gradient. On other devices each is added in place, as it comes.
 
-    Hooks of the weights are silent while B runs: autograd may call them although their gradient is still to come.
+    Hooks of the weights are silenced while B runs: autograd may call them although the gradient is not complete.
     """
 
     def __init__(self) -> None:
         self.saved: list[weakref[SavedTensor]] = []
         """Tensors that may have to be copied when B ends."""
-        # By autograd's number of the backward: B itself, and those that run within it (reentrant checkpoints). In each
-        # by the identity of the weight, since the hash of a tensor is a function of Python.
+        # By the id of autograd's graph task: B itself, and backwards that run within it (reentrant checkpoints). In
+        # each by the identity of the weight, since the hash of a tensor is a function of Python.
         self._running: dict[int, dict[int, Contributions]] = {}
         self._ended: dict[int, dict[int, Contributions]] = {}
         self._silenced = SilencedHooks()
@@ -79,11 +82,11 @@ class DeferredGrads(Backward):
             super().__exit__(*error)
 
     def is_empty(self) -> bool:
-        """Whether nothing has been left to W."""
+        """Whether no weight gradient is deferred."""
         return not self._running and not self._ended
 
     def is_under_way(self) -> bool:
-        """Whether the backward that is running is this B, or one within it, and not that of another thread."""
+        """Whether the current thread is running this B, or a backward within it."""
         if torch._C._current_graph_task_id() in self._running:
             return True
         return this_thread().deferred is self
@@ -91,47 +94,49 @@ class DeferredGrads(Backward):
     def add(
         self, weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None
     ) -> None:
-        """See `defer` for the arguments."""
-        number = torch._C._current_graph_task_id()
-        if number not in self._running:
-            self._running[number] = {}
-            if number != -1:  # which is outside of any backward
-                Variable._execution_engine.queue_callback(functools.partial(self._end, number))
-        to_weights = self._running[number]
+        """Store a weight gradient for W. `defer` explains the arguments."""
+        task_id = torch._C._current_graph_task_id()
+        if task_id not in self._running:
+            self._running[task_id] = {}
+            if task_id != -1:  # -1 is outside of any backward
+                Variable._execution_engine.queue_callback(functools.partial(self._end, task_id))
+        to_weights = self._running[task_id]
         contributions = to_weights.get(id(weight))
         if contributions is None:
             contributions = to_weights[id(weight)] = Contributions(weight)
             self._silenced.silence(weight)
         contributions.left.append((compute, add_to))
 
-    def _end(self, number: int) -> None:
-        """Called by autograd at the end of a backward. The gradients of B itself can wait for W. Another backward, run
-        in a Function or in an overlap window, has a caller that is about to look at its gradients, unless the Function
-        says `ctx.leaves_weight_grads`, or is in `CHECKPOINTS`."""
-        self._finalize(number)
+    def _end(self, task_id: int) -> None:
+        """Called by autograd when a run of it ends. The gradients of B itself wait for W.
+
+        A backward within B, run by a Function or in an overlap window, must have its gradients at once, since its
+        caller may read them. Gradients of checkpoints can wait: the Function has `ctx.leaves_weight_grads`, or is in
+        `CHECKPOINTS`."""
+        self._finalize(task_id)
         within = torch._C._current_autograd_node()
         can_wait = within is None or hasattr(within, "leaves_weight_grads") or _is_checkpoint(within)
         if not can_wait:
-            done = {since: self._ended.pop(since) for since in list(self._ended) if since >= number}
+            done = {since: self._ended.pop(since) for since in list(self._ended) if since >= task_id}
             self._silenced.restore(*(one.weight for contributions in done.values() for one in contributions.values()))
             accumulate_all(done)
 
-    def _finalize(self, number: int) -> None:
-        contributions = self._ended[number] = self._running.pop(number)
+    def _finalize(self, task_id: int) -> None:
+        contributions = self._ended[task_id] = self._running.pop(task_id)
         for contribution in contributions.values():
             contribution.end()
 
     def _end_backward(self) -> None:
         """End B: give the hooks back, and copy saved tensors whose memory others hold too."""
-        for number in list(self._running):  # that did not end, because of an error
-            self._finalize(number)
+        for task_id in list(self._running):  # backwards that an error has ended
+            self._finalize(task_id)
         self._silenced.restore()
         copy_shared(self.saved)
         self.saved.clear()
 
     def compute_next(self) -> bool:
-        """Compute the gradient deferred longest, which is one product of matrices where a layer has deferred it. B may
-        not have ended yet. False if none is left."""
+        """Compute the oldest deferred gradient: of layers it is one matrix product. Called in overlap windows, also
+        while B is still running. Returns False if none is left."""
         with without_grad():
             return any(
                 contribution.compute_next()
@@ -140,9 +145,9 @@ class DeferredGrads(Backward):
             )
 
     def run(self) -> None:
-        """W: compute the rest, add it to the gradients, and call each weight's hooks once."""
-        for number in list(self._running):
-            self._finalize(number)
+        """W: compute all remaining gradients, add them to the weights' gradients, and call each weight's hooks once."""
+        for task_id in list(self._running):
+            self._finalize(task_id)
         ended, self._ended = self._ended, {}
         accumulate_all(ended)
 
@@ -152,8 +157,8 @@ CHECKPOINTS = {
     "transformer_engine.pytorch.distributed._CheckpointFunction",
     "deepspeed.runtime.activation_checkpointing.checkpointing.CheckpointFunction",
 }
-"""Functions whose backward runs one without a look at gradients of weights; integrations add theirs. Others say
-`ctx.leaves_weight_grads`."""
+"""Functions whose backward runs another backward and does not read its weight gradients. Integrations add theirs; other
+Functions set `ctx.leaves_weight_grads`."""
 
 
 def _is_checkpoint(node: Any) -> bool:
@@ -162,7 +167,7 @@ def _is_checkpoint(node: Any) -> bool:
 
 
 def deferring_to() -> DeferredGrads | None:
-    """Takes the weight gradients that the backward that is running leaves to its W; None where it leaves none."""
+    """Returns the `DeferredGrads` of the B that is running; None outside of a B."""
     deferred: DeferredGrads | None = backward_context.deferred
     return deferred if deferred is not None and deferred.is_under_way() else None
 
@@ -174,7 +179,7 @@ def is_capturing() -> bool:
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Around the capture of a stage: nothing can be deferred."""
+    """The context in which a stage is captured: nothing can be deferred."""
     with backward_context.lock:
         before, backward_context.is_capturing = backward_context.is_capturing, True
         try:
@@ -184,18 +189,18 @@ def capturing() -> Iterator[None]:
 
 
 def defer(weight: Tensor, compute: Callable[[], Tensor], add_to: Callable[[Tensor], object] | None = None) -> None:
-    """Leave the gradient of `weight` to W, from the backward of a custom autograd Function.
+    """Defer the gradient of `weight` to W. Called in the backward of a custom autograd Function.
 
-    The Function returns None for the weight's gradient. It is computed at once unless a schedule has split this
-    backward. It is added to `weight.main_grad` if the owner made one, else to `weight.grad`, and the weight's
+    The Function returns None for the weight's gradient. The gradient is computed at once unless the schedule has split
+    this backward. It is added to `weight.main_grad` if the owner made one, else to `weight.grad`, and the weight's
     post-accumulate-grad hooks are called once per microbatch. Hooks that add to a `main_grad` by themselves find the
     gradient in `.grad`, unless the weight has `grad_added_to_main_grad`, as Megatron's have, which is set to True for
     them. A frozen weight is left alone.
 
     Args:
         weight: the parameter itself: not the one among `ctx.saved_tensors`, which is a copy of it under activation
-            checkpointing. The gradient of another leaf tensor is computed at once: what this stage has received, or an
-            earlier slice has kept, needs it when B ends.
+            checkpointing. If it is a leaf tensor but no nn.Parameter, its gradient is computed at once: it is an input
+            of the stage, or kept by an earlier slice, and B returns its gradient.
         compute: returns the gradient, in the shape of `weight`; its dtype is converted. It runs on the compute stream,
             without gradients recorded, and keeps alive everything that it refers to until W.
         add_to: adds the gradient to the tensor that it is given, which has the weight's shape but perhaps another

@@ -25,8 +25,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from megapipe import PipelinedOptimizer, StageInfo, parallel_state
 from megapipe.checkpoint import Checkpointer
-from megapipe.checkpoint.alike import fingerprint
 from megapipe.checkpoint.files import Writer, checkpoints_in
+from megapipe.checkpoint.fingerprints import fingerprint
 from megapipe.checkpoint.random_states import find_state
 from megapipe.checkpoint.reading import Reader
 

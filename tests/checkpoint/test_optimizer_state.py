@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, ReduceLROnPla
 
 from megapipe import PipelinedLRScheduler, PipelinedOptimizer, PostValidatedOptimizer, parallel_state
 from megapipe.checkpoint import Checkpointer
-from megapipe.checkpoint.alike import fingerprint
+from megapipe.checkpoint.fingerprints import fingerprint
 
 
 class Slow(torch.optim.SGD):

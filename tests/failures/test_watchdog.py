@@ -141,7 +141,7 @@ def test_a_rank_that_dies_while_connecting(rank: int) -> None:
         store.wait(["told"])
         raise KeyboardInterrupt
 
-    with mock.patch.object(Session, "communicator", dead if rank == 1 else Session.communicator):
+    with mock.patch.object(Session, "channels", dead if rank == 1 else Session.channels):
         message = heard(lambda: run("1f1b", chunks, 2), KeyboardInterrupt)
     store.set("told", "1")
     assert rank == 1 or message.startswith("rank 0 waited longer than 2 s for the others to connect: ")

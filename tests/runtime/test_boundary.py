@@ -16,7 +16,7 @@ CHANNEL: Any = SimpleNamespace(send=lambda tensors: None, receive=lambda spec: T
 def receiver(specs: list[MessageSpec], count: int, has_headers: bool = False) -> Receiver:
     headers = Receiver(CHANNEL, 0, [HEADER] * len(specs), count, Lookahead(0)) if has_headers else None
     made = Receiver(CHANNEL, 0, specs, count, Lookahead(0), headers)
-    made.begin()
+    made.reset()
     return made
 
 
@@ -29,14 +29,14 @@ def send(sender: Sender, specs: list[MessageSpec]) -> None:
 @pytest.mark.parametrize("has_headers", [False, True], ids=["known", "with headers"])
 @pytest.mark.parametrize("forward_only", [False, True], ids=["training", "forward_only"])
 def test_one_gradient_for_each_output(has_headers: bool, forward_only: bool) -> None:
-    grads = receiver([] if has_headers or forward_only else [SPEC.gradient()], 3)
+    grads = receiver([] if has_headers or forward_only else [SPEC.gradient_spec()], 3)
     sender = Sender(CHANNEL, 1, CHANNEL if has_headers else None, None if forward_only else grads)
-    sender.begin()
+    sender.reset()
     send(sender, [SPEC] * 3)
-    assert list(grads._expected) == ([] if forward_only else [SPEC.gradient()] * 3)
+    assert list(grads._expected) == ([] if forward_only else [SPEC.gradient_spec()] * 3)
     for _ in range(0 if forward_only else 3):
-        grads.post()
-        grads.take().wait()
+        grads.request()
+        grads.pop().wait()
     assert grads.is_empty()
     assert sender.is_empty()
 
@@ -46,9 +46,9 @@ def test_messages_of_slices_come_in_their_order_and_gradients_in_reverse(is_know
     """A slice of another length has another shape, and a receive is posted with the shape of what comes next."""
     long, short = (MessageSpec("tensor", (TensorSpec((length,), torch.float32, True),)) for length in (3, 2))
     assert list(receiver([long, short], 2)._expected) == [long, short] * 2
-    reverse = [spec.gradient() for spec in (short, long)]
+    reverse = [spec.gradient_spec() for spec in (short, long)]
     grads = receiver(reverse if is_known else [], 2)
     sender = Sender(CHANNEL, 1, None if is_known else CHANNEL, grads, num_slices=2)
-    sender.begin()
+    sender.reset()
     send(sender, [long, short, long, short])
     assert list(grads._expected) == reverse * 2

@@ -124,7 +124,7 @@ def test_gradients_and_their_hooks_are_left_alone() -> None:
     assert torch.equal(main_grad, torch.ones(WIDTH, WIDTH))
     assert torch.equal(grad, torch.ones(WIDTH))
     assert not module.linear.weight.grad_added_to_main_grad
-    assert all(p.grad is None for name, p in chunk.named_parameters() if name != "module.linear.bias")
+    assert all(p.grad is None for name, p in chunk.named_parameters() if name != "linear.bias")
     assert {name: (id(parameter), parameter._version) for name, parameter in chunk.named_parameters()} == before
 
 

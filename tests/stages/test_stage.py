@@ -32,7 +32,7 @@ from megapipe.plan import Verbs, loop
 from megapipe.schedules import ForwardBackward
 from megapipe.stages import Call
 from megapipe.stages.stage import Stage
-from megapipe.stages.unit import Unit
+from megapipe.stages.unit import UnitState
 from megapipe.structure import structure_of
 
 SIZE = 4
@@ -472,7 +472,7 @@ def test_an_input_gradient_is_not_what_a_hook_keeps() -> None:
     them does, wrote to what had not been sent yet."""
     leaf, kept = torch.ones(2, requires_grad=True), []
     leaf.register_post_accumulate_grad_hook(lambda x: kept.append(x.grad))
-    unit = Unit(0)
+    unit = UnitState(0)
     unit.inputs, unit.edges = [leaf], [torch.autograd.graph.get_gradient_edge(leaf * 2)]
     unit.output_grads = [torch.ones(2)]
     a_stage("cpu", nn.Identity()).BW(unit)

@@ -29,7 +29,7 @@ import megapipe
 from megapipe import PipelineError, StageInfo, TimelineRecorder, parallel_state, stages_for_rank, weight_grad
 from megapipe.failures import check_failures
 from megapipe.messages import MessageSpec, TensorSpec
-from megapipe.p2p_communication import Communicator
+from megapipe.p2p_communication import Channels
 from megapipe.plan import loop
 from megapipe.timing.records import CudaClock
 from megapipe.transports import Members, make_transport
@@ -326,7 +326,7 @@ def test_a_failure_is_told_while_messages_occupy_the_device(rank: int, transport
 
 @pytest.mark.parametrize(
     ("transport", "where"),
-    [*((one, (Communicator, "connect")) for one in TRANSPORTS), ("nccl", (NcclTransport, "_set_up"))],
+    [*((one, (Channels, "connect")) for one in TRANSPORTS), ("nccl", (NcclTransport, "_set_up"))],
 )
 @on_ranks(2)
 def test_connecting_ends_where_a_rank_fails(rank: int, transport: str, where: tuple[Any, str]) -> None:
@@ -572,9 +572,9 @@ def test_types_of_numbers_that_nccl_does_not_know(rank: int) -> None:
         device = lazy.device.DEVICE
         store = dist.PrefixStore("types", _get_default_store())
         members = Members(store, store, rank, range(2), 60)
-        communicator = Communicator(make_transport("nccl", members, device, lambda _: False, 4), loop, rank, 2, 1)
-        communicator.connect()
-        channel = communicator.channel("forward", 0)
+        channels = Channels(make_transport("nccl", members, device, lambda _: False, 4), loop, rank, 2, 1)
+        channels.connect()
+        channel = channels.channel("forward", 0)
         if rank == 0:
             channel.send([lazy.device.to_device(tensor) for tensor in tensors])
         else:
@@ -583,7 +583,7 @@ def test_types_of_numbers_that_nccl_does_not_know(rank: int) -> None:
             assert all(torch.equal(lazy.device.to_host(a), b) for a, b in zip(received, tensors, strict=True))
         lazy.device.synchronize()
         dist.barrier()
-        communicator.transport.close()
+        channels.transport.close()
 
 
 @on_ranks(1)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tools.models import communicator
+from tools.models import open_channels
 from tools.ranks import on_ranks
 from torch import Tensor
 from torch.distributed import HashStore
@@ -21,7 +21,7 @@ from megapipe import parallel_state
 from megapipe.messages import MessageSpec, TensorSpec, encode_header
 from megapipe.p2p_communication import (
     Channel,
-    Communicator,
+    Channels,
     ConnectionLostError,
     Line,
     Lookahead,
@@ -40,9 +40,9 @@ TWO = Lookahead(2)
 SINGLE = MessageSpec("tensor", (TensorSpec((1,), torch.float32, False),))
 
 
-def connected(rank: int, pp_size: int) -> Communicator:
+def connected(rank: int, pp_size: int) -> Channels:
     """The channels, once all ranks have theirs: an abort on one rank fails those that still connect."""
-    channels = communicator(rank, pp_size)
+    channels = open_channels(rank, pp_size)
     dist.barrier()
     return channels
 
@@ -50,13 +50,13 @@ def connected(rank: int, pp_size: int) -> Communicator:
 def receiving(channel: Channel, specs: list[MessageSpec], count: int = 1, lookahead: Lookahead = TWO) -> Receiver:
     """The end of a channel at which so many of these messages are expected."""
     receiver = Receiver(channel, 0, specs, count, lookahead)
-    receiver.begin()
+    receiver.reset()
     return receiver
 
 
 def taken(receiver: Receiver) -> list[Tensor]:
-    receiver.post()
-    return receiver.take().wait()
+    receiver.request()
+    return receiver.pop().wait()
 
 
 def after_the_abort() -> None:
@@ -73,7 +73,7 @@ def test_a_header_that_is_too_long() -> None:
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8]
 
 
-def kinds_of_tensors(rank: int, channels: Communicator) -> None:
+def kinds_of_tensors(rank: int, channels: Channels) -> None:
     shapes = [(), (0, 4), (3, 5), (2, 3, 4)]
     for repeat in range(3):
         tensors = [torch.full(shape, repeat) for shape in shapes]
@@ -92,7 +92,7 @@ def kinds_of_tensors(rank: int, channels: Communicator) -> None:
 FOUR = MessageSpec("tensor", (TensorSpec((4,), torch.float32, True),))
 
 
-def receives_ahead(rank: int, channels: Communicator) -> None:
+def receives_ahead(rank: int, channels: Channels) -> None:
     """No more than `lookahead` buffers wait, whatever the number of messages."""
     channel = channels.channel("forward", 0)
     for lookahead in (0, 1, 2):
@@ -101,24 +101,24 @@ def receives_ahead(rank: int, channels: Communicator) -> None:
                 channel.send([torch.full((4,), float(i))])
             continue
         inbox = receiving(channel, [FOUR], 5, Lookahead(lookahead))
-        inbox.post_ahead()
+        inbox.post_lookahead()
         for i in range(5):
             assert len(inbox._posted) == min(lookahead, 5 - i)
             (tensor,) = taken(inbox)
             assert torch.equal(tensor, torch.full((4,), float(i)))
             assert len(inbox._posted) == max(min(lookahead, 5 - i) - 1, 0)  # whoever takes one is about to use it
-            inbox.post_ahead()
+            inbox.post_lookahead()
 
 
-def more_receives_where_a_rank_is_idle(rank: int, channels: Communicator) -> None:
+def more_receives_where_a_rank_is_idle(rank: int, channels: Channels) -> None:
     if rank == 0:
         for i in range(8):
             channels.channel("forward", 0).send([torch.full((4,), float(i))])
         return
     inbox = receiving(channels.channel("forward", 0), [FOUR], 8, Lookahead(2, idle_bytes=5 * FOUR.nbytes))
-    inbox.post_ahead()
+    inbox.post_lookahead()
     assert len(inbox._posted) == 2
-    inbox.post_all()
+    inbox.post_while_idle()
     assert len(inbox._posted) == 5
     assert [taken(inbox)[0][0].item() for _ in range(8)] == list(range(8))
     assert inbox.is_empty()
@@ -128,7 +128,7 @@ LARGE = Outbox.MIN_THREAD_BYTES
 SIZES = [4, 4 * LARGE, 4, 8, LARGE, 4, LARGE, LARGE, 4, 8]
 
 
-def sizes_in_order(rank: int, channels: Communicator) -> None:
+def sizes_in_order(rank: int, channels: Channels) -> None:
     """A thread starts the large ones: small ones must not overtake them."""
     for _ in range(5):
         if rank == 0:
@@ -142,7 +142,7 @@ def sizes_in_order(rank: int, channels: Communicator) -> None:
             assert torch.equal(tensor, torch.full((size,), number, dtype=torch.uint8))
 
 
-def large_blocks_again(rank: int, channels: Communicator) -> None:
+def large_blocks_again(rank: int, channels: Channels) -> None:
     """A large block is used again once nobody holds it: neither a tensor, nor a view of it, nor a graph."""
     channel = channels.channel("forward", 0)
     num_messages, size = 12, ReceiveBufferPool.MIN_REUSED_BYTES // 4
@@ -171,7 +171,7 @@ def large_blocks_again(rank: int, channels: Communicator) -> None:
 
 @on_ranks(2)
 def test_messages(rank: int) -> None:
-    channels = communicator(rank, 2)
+    channels = open_channels(rank, 2)
     for story in (
         large_blocks_again,
         kinds_of_tensors,
@@ -324,8 +324,8 @@ def most_received_early(plan: Plan) -> int:
             for name in set(names) if receiver == rank else ():
                 inboxes[name] = Receiver(NoChannel(), 0, [SINGLE], names.count(name), Lookahead(0), line=line)
                 line.add(inboxes[name], name)
-                inboxes[name].begin()
-            line.begin()
+                inboxes[name].reset()
+            line.reset()
         for event in plan.messages(rank):
             if not event.sends:
                 forward, backward = ChannelName("forward", event.stage - 1), ChannelName("backward", event.stage)

@@ -1,40 +1,30 @@
-"""What goes around a step and changes no action of it: `config.enable_autocast`; `config.timers`, Megatron's; and
-`config.record_timeline`, when each action and each wait began and ended."""
+"""Options that measure a step: `config.timers` (Megatron's) and `config.record_timeline`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..p2p_communication import Transfer
 from ..plan import Action, Kind
-from ..stages import Call, Extension, Run, Stage, Unit
+from ..stages import ActionFunction, Call, Extension, Stage, UnitState
 from ..timing import StepRecord
 
 
-class Autocast(Extension):
-    """Forwards under torch.autocast, around the caller's forward_step_func."""
-
-    def forward_step(self, stage: Stage, function: Callable[..., Any]) -> Callable[..., Any]:
-        dtype = self.config.autocast_dtype or self.config.pipeline_dtype
-        run: Callable[..., Any] = torch.autocast(stage.device.type, dtype=dtype)(function)
-        return run
-
-
 class Timers(Extension):
-    """Timers around the loops of a step, each forward and each backward, stopped where what they time fails, too."""
+    """Runs Megatron's timers during the loops of a step, each forward and each backward. They are stopped after errors
+    too."""
 
     def begin(self, call: Call) -> AbstractContextManager[Any]:
         return self._timed("forward-backward", 1, barrier=self.config.barrier_with_L1_time)
 
-    def action(self, kind: Kind, stage: Stage, run: Run) -> Run:
+    def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
         name = "forward-compute" if kind.is_forward else "backward-compute"
 
-        def timed(unit: Unit, *extra: bool) -> None:
+        def timed(unit: UnitState, *extra: bool) -> None:
             with self._timed(name, 2):
                 run(unit, *extra)
 
@@ -51,7 +41,7 @@ class Timers(Extension):
 
 
 class Timeline(Extension):
-    """Writes the record of a training step, or of one of a schedule without backwards."""
+    """Records the times of a training step, or of a step of a schedule without backwards."""
 
     def takes_part(self, call: Call) -> bool:
         return call.schedule.forward_only or not call.forward_only
@@ -72,7 +62,7 @@ class Timeline(Extension):
 
 
 class _Recording:
-    """A monitor that writes down the times of what it accompanies."""
+    """A monitor that records the times of actions and waits."""
 
     def __init__(self, monitor: Any, record: StepRecord) -> None:
         self._monitor = monitor

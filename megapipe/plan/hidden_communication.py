@@ -36,7 +36,7 @@ def hide(
     pending: list[int] = []
     for index, action in enumerate(actions):
         kind = KINDS[action.kind]
-        if kind.message is None:
+        if kind.direction is None:
             if kind.completes_weights:
                 pending.remove(index)
             continue

@@ -6,8 +6,8 @@ and what is sharded again is used latest: no other choice gathers less often.
 
 from __future__ import annotations
 
-from .facts import PlanFacts
 from .kinds import KINDS
+from .plan_facts import PlanFacts
 
 
 def gathered_chunks(plan: PlanFacts, rank: int, most: int | None = None) -> list[tuple[int, ...]]:
@@ -15,7 +15,7 @@ def gathered_chunks(plan: PlanFacts, rank: int, most: int | None = None) -> list
 
     Args:
         most: how many at a time; an overlapped pair has those of both its chunks in any case. None for each from the
-            first forward of the chunk before it to its last action, and that of all chunks behind it, since gradients
+            first forward of the chunk before it to its last action, and that of all later chunks, since gradients
             are reduced from the last chunk to the first.
     """
     actions = plan.actions[rank]

@@ -1,14 +1,15 @@
-"""Receives that are posted before the action in front of theirs is launched, where no rank can then wait for ever.
+"""Finds the receives that may be posted one action early (over NCCL) without a rank that waits for ever.
 
 Over NCCL a message larger than NCCL's buffers travels only once its receive is posted. Posted one action early, it
 travels beside that action instead of in front of its own.
 
 But the host may wait for the whole device within any action (`torch.cuda.synchronize()`, a kernel that tunes itself,
-the allocator when memory is short), and then for that message, too. (Memory for a receive is taken when the one before
-it has been posted, so in front of a launch: `Receiver.reserve`.) In the steady state of 1F1B two neighbours compute
-an F and a B side by side, and each needs the other's result for its next action: if both post early, both wait for
-ever. So ranks are played here as if each host waited for its device in each action. A receive that keeps ranks from
-going on is posted when its own action needs it.
+the allocator when memory is short), and so for that message too. In the steady state of 1F1B two neighbours compute an
+F and a B at the same time, and each needs the other's result for its next action: if both post early, both wait for
+ever.
+
+So the plan is simulated as if each host waited for its device in each action. A receive that would stop the simulation
+is not posted early, but when its own action needs it. (Buffers are allocated one receive ahead: `Receiver.reserve`.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .program import Program
 
 
 class _Launch(NamedTuple):
-    """An action or an overlapped pair, and its messages from and to other ranks."""
+    """An action, or an overlapped pair, with its messages from and to other ranks."""
 
     last: int
     """The place of its last action on the rank."""

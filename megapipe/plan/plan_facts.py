@@ -79,7 +79,7 @@ class PlanFacts:
     def needs(self, event: Event) -> Event | None:
         """The send that a computation waits for, if any."""
         computed = kind_of(event.verb)
-        if computed is None or computed.message is None:
+        if computed is None or computed.direction is None:
             return None
         kind, boundary = event.channel
         if not 0 <= boundary < self.pp_size * self.num_chunks - 1:

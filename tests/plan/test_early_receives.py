@@ -33,7 +33,7 @@ def source(plan: Plan, action: Action) -> Action | None:
     """The action of another rank whose message this one waits for."""
     kind = KINDS[action.kind]
     stage = action.stage + (-1 if kind.is_forward else 1)
-    if kind.message is None or not plan.has_stage(stage) or plan.rank_of(stage) == plan.rank_of(action.stage):
+    if kind.direction is None or not plan.has_stage(stage) or plan.rank_of(stage) == plan.rank_of(action.stage):
         return None
     return action._replace(stage=stage, kind="F" if kind.is_forward else "B")
 
