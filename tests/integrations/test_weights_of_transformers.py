@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,13 @@ def test_wrong_arguments_are_told_to_all(rank: int) -> None:
     assert dist.get_rank() == rank
 
 
+@pytest.mark.skipif(find_spec("peft") is None, reason="make test-rl installs peft")
 @pytest.mark.parametrize("is_sharded", [False, True])
 @on_ranks(4)
 def test_merged_adapters(rank: int, is_sharded: bool, tmp_path: Path) -> None:
     """As peft merges them in one process, to the last bit; and without merging what save_pretrained writes of them."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model, chunks = hf_models.load_both("llama", tmp_path / "base", "zbv")
     options = {"target_modules": ["q_proj", "down_proj", "lm_head"], "init_lora_weights": False}
