@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch.fx import Graph, GraphModule, Node
 
 from ..overlap import wait_in_window
-from .nodes import Boxed, is_start, is_wait
+from .nodes import Boxed, is_read, is_start, is_wait
 from .reads import finish_in_window
 
 PART = "megapipe_part"
@@ -31,7 +31,7 @@ def with_windows(graph: GraphModule) -> GraphModule:
     copied.output(copied.graph_copy(graph.graph, {}))
     for node in copied.nodes:
         if is_wait(node):
-            node.target = wait_in_window if len(node.args) == 1 else finish_in_window
+            node.target = finish_in_window if is_read(node) else wait_in_window
     return GraphModule(graph, copied)
 
 

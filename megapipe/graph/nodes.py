@@ -89,12 +89,17 @@ _UNKNOWN = 1 << 60
 
 def is_start(node: Node) -> bool:
     """Whether it begins to communicate with other ranks (torch's functional collectives), or with the host."""
-    return (_is_collective(node) and "wait_tensor" not in str(node.target)) or str(node.target) == _READS[0]
+    return (_is_collective(node) or is_read(node)) and not is_wait(node)
 
 
 def is_wait(node: Node) -> bool:
     """Whether it waits for what `is_start` has begun, and gives the result."""
-    return (_is_collective(node) and "wait_tensor" in str(node.target)) or str(node.target) == _READS[1]
+    return "wait_tensor" in str(node.target) if _is_collective(node) else str(node.target) == _READS[1]
+
+
+def is_read(node: Node) -> bool:
+    """Whether it is one of the halves in which the host reads from an accelerator."""
+    return str(node.target) in _READS
 
 
 _READS = ("megapipe.start_read.default", "megapipe.finish_read.default")

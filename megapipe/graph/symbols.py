@@ -51,13 +51,13 @@ class SizesRead:
         asserts: Any = importlib.import_module("torch.fx.passes.runtime_assert")
         asserts.insert_deferred_runtime_asserts(owner, self._shapes, "a stage", export=True)
 
-    def _note(self, create: Callable[..., Any], *args: Any) -> Any:
-        made = create(*args)
+    def _note(self, create: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        made = create(*args, **options)
         for symbol in _symbols(made):
             self._lines[symbol] = this_line()
         return made
 
-    def _refuse(self, read: str, *_: Any) -> Any:
+    def _refuse(self, read: str, *_: Any, **__: Any) -> Any:
         raise CaptureError(
             f"{self._what} cannot be captured: at {this_line()} it reads {read} from a tensor, and a graph is the same "
             "for all values: keep that in a tensor (without .item(), torch.where instead of an if), or leave this "

@@ -30,7 +30,8 @@ def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Sequence[int] |
         x: [tokens, in], the tokens of the first expert first, then those of the second.
         weight: [experts, out, in].
         tokens_per_expert: one number per expert, 0 allowed. A tensor on an accelerator is read back, which waits for
-            it, except in bfloat16 where the device multiplies groups in one kernel.
+            it, except in bfloat16 where the device multiplies groups in one kernel. The weight gradient is then rounded
+            to bfloat16 before it is added to another.
 
     Returns:
         [tokens, out], in the order of x.
@@ -52,8 +53,10 @@ def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Sequence[int] |
 class _GroupedLinear(Layer):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        ctx.weight, ctx.counts = weight, counts
         x, cast_weight, _ = as_autocast(x, weight, None)
+        if not is_one_kernel(x, cast_weight):
+            counts = counts.cpu()  # read once
+        ctx.weight, ctx.counts = weight, counts
         ctx.save_for_backward(x, weight)
         return multiply(x, cast_weight, counts)
 
