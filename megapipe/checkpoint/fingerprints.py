@@ -1,4 +1,4 @@
-"""What ranks must have alike: values of which rank 0's are saved for all, and whatever has the same name.
+"""Checks that ranks save and load the same values: those that only rank 0 saves, and all with the same name.
 
 One name on two stages is a tied parameter, or both count their layers from 0. Tied parameters have the same value
 wherever they are; layers that were taken for one another do not. So names that several stages use are found by
@@ -29,14 +29,14 @@ Uses = Iterable[Sequence[Any]]
 
 
 def check_steps(steps: Sequence[int]) -> None:
-    """All ranks save the same step."""
+    """Raises ValueError if ranks save different steps."""
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise ValueError(f"rank 0 saves step {steps[0]} and rank {rank} step {step}: save the same one on all.")
 
 
 def check_one_checkpoint(path: Path, checksums: Sequence[int]) -> None:
-    """All ranks load the same one: a path may lead each node to a disk of its own."""
+    """Raises ValueError if ranks load different checkpoints: a path may lead each node to a disk of its own."""
     for rank, checksum in enumerate(checksums):
         if checksum != checksums[0]:
             raise ValueError(
@@ -70,7 +70,7 @@ def check_same(ranks: Sequence[Mapping[str, int]]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Whatever `repr` shows alike if and only if the values are alike."""
+    """Returns an object whose `repr` is the same if and only if the values are the same."""
     if isinstance(value, Tensor):
         return value.dtype, *value.shape, zlib.crc32(_bytes_of(value).cpu().numpy().data)
     if isinstance(value, Mapping):

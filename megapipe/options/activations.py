@@ -1,5 +1,5 @@
-"""What becomes of activations. `config.recompute`: they are computed again before their backward, by an action of its
-own (R). `config.offload_activations`: they lie in host memory, from O to L, while they wait for it."""
+"""Options that lower the memory of activations. `config.recompute`: they are recomputed before their backward, by an
+action of its own (R). `config.offload_activations`: they are in host memory from O to L, while they wait for it."""
 
 from __future__ import annotations
 

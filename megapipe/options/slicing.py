@@ -67,12 +67,12 @@ def sequence_slices(call: Call) -> list[SequenceSlice]:
 
 
 class Microbatch:
-    """What the slices of one microbatch have in common on a stage."""
+    """What a stage keeps for one microbatch while its slices run."""
 
     def __init__(self, needs_grad: bool) -> None:
         self.state = CarriedState(needs_grad)
         self.num_tokens: Tensor | None = None
-        """Those of all slices, where the loss is still to be divided by them."""
+        """The token count of all slices, if the loss has still to be divided by it."""
 
 
 class SlicedStage(Stage):
@@ -108,7 +108,7 @@ class SlicedStage(Stage):
             super().BW(unit)
 
     def roots(self, unit: UnitState) -> list[tuple[GradientEdge, Tensor]]:
-        """Also those that later slices have given gradients to."""
+        """The edges of `Stage.roots`, and those of kept tensors that later slices have sent gradients to."""
         num_tokens = unit.kept_by[SlicedStage].num_tokens
         if self._is_last and unit.output_grads and num_tokens is not None:
             tokens = torch.where(num_tokens > 0, num_tokens, 1).double()

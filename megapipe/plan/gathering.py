@@ -1,4 +1,4 @@
-"""Which chunks of a rank have their parameters there, where these are sharded over replicas.
+"""Decides which chunks of a rank have their parameters gathered, if these are sharded over replicas.
 
 With a limit these are the chunk of the action and those that come next, so that what is gathered ahead is used next,
 and what is sharded again is used latest: no other choice gathers less often.

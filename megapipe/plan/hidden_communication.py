@@ -1,4 +1,4 @@
-"""Communication within stages, such as exchanges of experts, that computation hides.
+"""Simulates how computation hides communication within stages, such as exchanges of experts.
 
 In an overlapped pair each computes while the other's data is on its way, and both end together. A forward or a backward
 that has no partner runs the products of pending Ws meanwhile. A backward's own Ws come last: while the exchanges of its
@@ -60,7 +60,7 @@ def hide(
         first, second = (durations[index] - wait - tails[index] for index, wait in zip(pair, waits))
         whole = durations[pair[0]] + durations[pair[1]]
         hidden = min(waits[0], second) + min(waits[1], first)
-        for index in pair:  # the two cannot be told apart: both shrink alike
+        for index in pair:  # the two cannot be told apart: both shrink by the same
             left[index] *= 1 - hidden / (whole or 1.0)
     return left, tails
 

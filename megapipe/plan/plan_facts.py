@@ -1,4 +1,4 @@
-"""What a plan says, for all that look at plans."""
+"""The data of a plan, and what is derived from it for checks, simulations and pictures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PlanFacts:
 
     @cached_property
     def actions(self) -> list[list[Action]]:
-        """Per rank, the computations in order; each prints like `2F0`."""
+        """The computations of each rank, in order. Each prints like `2F0`."""
         return [[action for event in row if (action := event.action) is not None] for row in self.events]
 
     @property
@@ -77,7 +77,7 @@ class PlanFacts:
         return 0 <= stage < self.pp_size * self.num_chunks
 
     def needs(self, event: Event) -> Event | None:
-        """The send that a computation waits for, if any."""
+        """The send of the message that a computation waits for; None if it waits for none."""
         computed = kind_of(event.verb)
         if computed is None or computed.direction is None:
             return None
@@ -88,11 +88,12 @@ class PlanFacts:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether the schedule runs weight-gradient passes (W) by themselves."""
+        """Whether the schedule splits backwards: it has Ws."""
         return any(action.kind == WEIGHTS.name for row in self.actions for action in row)
 
     def number_in_backwards(self, event: Event) -> int:
-        """The place of an event's unit in the order of its stage's backwards, whatever the microbatches' numbers."""
+        """The place of an event's unit in the order of its stage's backwards. Microbatches may be numbered
+        otherwise."""
         return self._units_of[event.stage].index((event.microbatch, -event.slice))
 
     @cached_property
@@ -110,7 +111,7 @@ class PlanFacts:
 
     @cached_property
     def recomputed(self) -> list[frozenset[Action]]:
-        """Per rank, the Fs whose activations are computed again (R)."""
+        """Per rank, the Fs whose activations are recomputed (R)."""
         return self._forwards_with(RECOMPUTE)
 
     def _forwards_with(self, kind: Kind) -> list[frozenset[Action]]:
@@ -119,5 +120,5 @@ class PlanFacts:
 
     @cached_property
     def program(self) -> Program:
-        """The plan compiled for the player."""
+        """The plan compiled to arrays of numbers, for simulation."""
         return compile_events(self.events, list(map(self.rank_of, range(self.pp_size * self.num_chunks))), self.needs)

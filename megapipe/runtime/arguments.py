@@ -1,4 +1,4 @@
-"""The arguments of one step: brought into one form, checked once, and listed where ranks must agree on them.
+"""Normalises and checks the arguments of one step, and lists those that ranks must agree on.
 
 Every mistake of the caller is found here, before anything is computed.
 """
@@ -42,11 +42,11 @@ AGREED_ON = (
     "timeout",
     "broadcast_reports",
 )
-"""Fields of the config that all ranks must set alike."""
+"""Fields of the config that must have the same value on all ranks."""
 
 
 def pipeline_group(in_use: Sequence[Framework], pg_collection: Any, p2p_communicator: Any) -> dist.ProcessGroup | None:
-    """The pipeline's process group: the caller's, or else parallel_state's. None without torch.distributed."""
+    """The pipeline's process group: the caller's, or that of `parallel_state`. None without torch.distributed."""
     for framework in in_use:
         framework.check_groups(pg_collection)
         framework.check_groups(p2p_communicator)
@@ -82,8 +82,11 @@ def chunks_of(model: Any) -> list[nn.Module]:
 
 
 def iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
-    """One for each chunk; a single one is read by each chunk from the same place. Raises ValueError for a list of
-    another length."""
+    """Returns one iterator for each chunk. A single one is copied (tee), so that each chunk reads all its items.
+
+    Raises:
+        ValueError: it is a list of another length.
+    """
     if isinstance(data_iterator, (list, tuple)):
         if len(data_iterator) != num_chunks:
             raise ValueError(
@@ -102,7 +105,7 @@ def iterator_per_chunk(data_iterator: Any, num_chunks: int) -> list[Any]:
 
 
 def check_arguments(call: Call, stages: Sequence[StageInfo]) -> None:
-    """Raises ValueError or TypeError for arguments that cannot be."""
+    """Called when a runner is made. Raises ValueError or TypeError for wrong arguments."""
     for name in PER_CHUNK:
         functions = getattr(call.config, name)
         if isinstance(functions, (list, tuple)) and len(functions) != len(call.models):
@@ -140,7 +143,7 @@ def check_arguments(call: Call, stages: Sequence[StageInfo]) -> None:
 
 
 def check_call(call: Call, pp_size: int) -> None:
-    """Raises ValueError or TypeError for arguments that cannot be, of those that may be others in each step."""
+    """Called in each step. Raises ValueError or TypeError for wrong arguments that no `CallKey` has in it."""
     check_whole_number("num_microbatches", call.num_microbatches, 1)
     if not callable(call.forward_step_func):
         raise TypeError(f"forward_step_func must be callable, got a {type(call.forward_step_func).__name__}.")
@@ -161,7 +164,7 @@ def check_call(call: Call, pp_size: int) -> None:
 
 
 def _check_stage(model: nn.Module, stage: StageInfo) -> None:
-    """A chunk was made for the stage that the schedule runs it as."""
+    """Raises ValueError if a chunk was made for another stage than the schedule runs it as."""
     made_for = find_attribute(model, "info")
     ends = ("pre_process", stage.is_first), ("post_process", stage.is_last)  # Megatron's models say no more
     lacks = [name for name, is_end in ends if is_end and find_attribute(model, name) is False]
@@ -199,7 +202,7 @@ def _check_scaler(grad_scale_func: Callable[..., Any]) -> None:
 
 
 Peers = tuple[int | None, int | None]
-"""The ranks that a stage receives from and sends to; None where that is its own rank, or there is no such stage."""
+"""The ranks of the previous and of the next stage. None if that is on the same rank, or there is no such stage."""
 NO_PEERS: Peers = None, None
 
 
@@ -226,10 +229,10 @@ def specs_of(call: Call, stages: Sequence[StageInfo], peers: Sequence[Peers]) ->
 
 
 def to_agree_on(called: str, call: Call, stages: Sequence[StageInfo], specs: Specs) -> dict[str, str]:
-    """The arguments that ranks must agree on, with their values. Both ends of a boundary tell its message.
+    """Returns the arguments that ranks must agree on, with their values. Both ends of a boundary tell its message.
 
     Args:
-        called: the schedule.
+        called: the name of the schedule.
     """
     arguments = {
         "the schedule": called,

@@ -1,4 +1,4 @@
-"""The plan of a step: one key for it, and one place where it is recorded."""
+"""The cache of plans: each is recorded once for its `PlanKey`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ class PlanKey(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """Recorded once. Raises ValueError where the schedule cannot keep to the settings, or there are no such stages
-        or slices."""
+        """The plan, recorded at the first use.
+
+        Raises:
+            ValueError: the schedule cannot keep to the settings, or there are no such stages or slices.
+        """
         return _record(self)
 
     @property
     def loops(self) -> Callable[[Verbs], Any]:
-        """What a training step runs: the schedule's own loops, or those of its plan where settings have added to it."""
+        """The function that a training step runs: the schedule's own, or one that follows the plan if O and L were
+        added."""
         return self.schedule.loops if self.settings.offload is None else loops_of(self.plan)
 
     def traffic_around(self, pp_rank: int) -> dict[tuple[int, int], list[ChannelName]]:
@@ -45,13 +49,13 @@ class PlanKey(NamedTuple):
         return Plan(self.schedule.name, placement, *sizes, events, self.num_slices).traffic
 
     def recomputed(self, pp_rank: int) -> frozenset[Action]:
-        """The Fs of a rank whose activations are computed again. A plan that is run says so itself."""
+        """The Fs of a rank whose activations are recomputed: by the settings, or by the plan if a plan is run."""
         says = self.settings.recomputes or self.schedule.sizes is not None
         return self.plan.recomputed[pp_rank] if says else frozenset()
 
     @property
     def kinds(self) -> set[str]:
-        """Kinds of action that a plan which is run has, and the settings need not name."""
+        """The kinds of action in the plan, if a plan is run; empty for other schedules."""
         is_plan = self.schedule.sizes is not None
         return {action.kind for row in self.plan.actions for action in row} if is_plan else set()
 

@@ -1,4 +1,4 @@
-"""The shapes of messages, known before they are sent: from the arguments, or from the model."""
+"""Finds the shapes of messages before a step, from the arguments or from the model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def message_specs(model: nn.Module, stage: StageInfo, call: Call) -> tuple[Messa
 
 
 def _pipeline_inputs(call: Call) -> Any:
-    """What the whole pipeline is given in one step, on the meta device."""
+    """The inputs of one step of the whole pipeline, as tensors on the meta device."""
     if call.pipeline_inputs is not None:
         return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), call.pipeline_inputs)
     if call.seq_length is None or call.micro_batch_size is None:
@@ -65,11 +65,11 @@ def _pipeline_inputs(call: Call) -> Any:
 
 
 def spec_of(message: Any, what_must: str, is_end: bool = False) -> MessageSpec:
-    """That of an example.
+    """The spec of a message like this one.
 
     Args:
-        what_must: begins the error.
-        is_end: nothing travels there.
+        what_must: the beginning of the error text.
+        is_end: the stage is the first or last, and there is no message at that side.
     """
     try:
         structure, tensors = pack(message)

@@ -25,8 +25,8 @@ def call_loss_func(call: Call, output: Any, loss_func: Any) -> tuple[Tensor, Ten
     """Call the loss function and note its report in `call`.
 
     Returns:
-        The loss as it is, and the number of tokens where `loss_func` returns one, without dimensions. None where
-        nothing is differentiated: there neither is looked at.
+        The loss as it was returned, and the number of tokens if `loss_func` returns one, both without dimensions. None
+        if nothing is differentiated.
 
     Raises:
         TypeError: `loss_func` cannot be called, or returned something else than Megatron's loss functions do.
