@@ -32,7 +32,12 @@ NAMES: dict[str, dict[str, str]] = {
         "text": "as_text",
         "timeline": "Timeline load_timeline step_time",
     },
-    "megapipe.checkpoint": {"checkpointer": "Checkpointer", "export": "save_safetensors", "reading": "read_position"},
+    "megapipe.checkpoint": {
+        "checkpointer": "Checkpointer",
+        "export": "save_safetensors",
+        "optimizer_alone": "load_optimizer save_optimizer",
+        "reading": "read_position",
+    },
     "megapipe.failures": {
         "agreement": "Agreement",
         "board": "Board join_ranks",
