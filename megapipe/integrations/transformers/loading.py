@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ...all_ranks import AllRanks
 from ...training import finalize_weights
+from .adapters import has_adapters, load_adapters
 from .cut import Absent, cut
 from .step import tied_names
 from .whole import make_meta_model
@@ -33,9 +34,10 @@ FILES = ("model.safetensors", "pytorch_model.bin")
 def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
     """Read the weights of this rank's chunks from a folder of transformers' files: safetensors, or `pytorch_model.bin`.
 
-    Only tensors of this rank are read; dtypes become those of the chunks. Every rank calls it, before adapters are
-    added and before `fully_shard`. The folder's settings of generation, which `save_pretrained` writes again, are read
-    too. A model without a head gets the one that `build_chunks` has drawn, and a warning.
+    Only tensors of this rank are read; dtypes become those of the chunks. Every rank calls it, before `fully_shard`. Of
+    chunks with an adapter only that is read, as `save_pretrained` has written it. Otherwise the folder's settings of
+    generation, which `save_pretrained` writes again, are read too. A model without a head gets the one that
+    `build_chunks` has drawn, and a warning.
 
     Raises:
         ValueError: on every rank, where something is missing, or of another shape, or a head is not the embedding that
@@ -44,8 +46,12 @@ def load_weights(chunks: Sequence[Any], path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     with AllRanks("the loading of a model", dist.group.WORLD).together(), _no_progress_bars():
-        files = _files_of(path)
         finalize_weights(chunks)  # or a step that is taken back would put the old ones back
+        if has_adapters(chunks[0]):
+            for chunk in chunks:
+                load_adapters(chunk, path)
+            return
+        files = _files_of(path)
         for chunk in chunks:
             _load_chunk(chunk, files, path)
             if (path / "generation_config.json").exists() and chunk.can_generate():
