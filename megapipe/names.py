@@ -59,6 +59,17 @@ NAMES: dict[str, dict[str, str]] = {
         "side_effects": "setting_no_random_state",
         "split": "SplitBackward WeightGradient split_di_dw",
     },
+    "megapipe.integrations.transformers": {
+        "build": "build_chunks",
+        "cut": "CannotCutError",
+        "generation": "generate",
+        "loading": "load_weights",
+        "of_trl": "PipelineDPOTrainer PipelineSFTTrainer",
+        "saving": "save_pretrained",
+        "stage": "ChunkConfig HuggingFaceStage",
+        "step": "count_items forward_step tie_weights",
+        "trainer": "PipelineMixin PipelineTrainer",
+    },
     "megapipe.options": {"activations": "Recompute", "around": "Autocast"},
     "megapipe.overlap": {
         "collectives": "Pending start_all_gather start_all_reduce start_all_to_all start_reduce_scatter",
