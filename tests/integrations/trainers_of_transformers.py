@@ -38,6 +38,9 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "by epochs of data grouped by length": (
         2, "1f1b", {"train_sampling_strategy": "group_by_length", "max_steps": -1, "num_train_epochs": 2},
     ),
+    "a collator that draws": (
+        2, "1f1b", {"keywords": {"data_collator": trainers.collate_at_random}, "max_steps": -1, "num_train_epochs": 2},
+    ),
     "columns of no model": (2, "1f1b", {"columns": True}),
     "evaluation before, accumulated": (2, "zbv", {
         "eval_on_start": True, "eval_accumulation_steps": 1, "keywords": ACCURACY, "predicts": True,
@@ -82,6 +85,15 @@ def test_replicas_are_those_of_ddp(ranks: RankPool, case: dict[str, Any], tmp_pa
     want, _ = ranks.run(2, run, 2, tmp_path / "plain", None, case)
     for got in ranks.run(4, run, 4, tmp_path / "pipeline", "zbv", {**case, "pp": 2}):
         trainers.assert_same(got, want, rounding=1e-6 if "tied" in case else 0.0, of_logs=1e-6)
+
+
+def test_dropout_draws_from_nothing_that_data_are_drawn_from(ranks: RankPool, tmp_path: Path) -> None:
+    """Stages draw different amounts, so that ranks would have read other data than their neighbours in a second
+    epoch."""
+    case = {"kind": "gpt2", "train_sampling_strategy": "group_by_length", "max_steps": -1, "num_train_epochs": 2}
+    case |= {"keywords": {"data_collator": trainers.collate_at_random}}
+    for got in ranks.run(4, run, 4, tmp_path, "1f1b", case):
+        assert got["state"][0] == 12
 
 
 def test_dropout_is_drawn_by_step_and_stage(ranks: RankPool, tmp_path: Path) -> None:
