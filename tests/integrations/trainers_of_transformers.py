@@ -3,6 +3,7 @@ the shortest cases."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,29 @@ def test_dropout_is_drawn_by_step_and_stage(ranks: RankPool, tmp_path: Path) -> 
     assert abs(plain["logs"][-1]["train_loss"] - through["logs"][-1]["train_loss"]) < 0.05
 
 
+def with_a_new_adapter(rank: int, folder: Path, sizes: dict[str, Any]) -> Any:
+    peft: Any = importlib.import_module("peft")
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
+    return train(rank, 2, folder, "zbv", is_in_folder=True, keywords={"peft_config": adapter}, **sizes)
+
+
+def test_a_new_adapter_on_a_folder(ranks: RankPool, tmp_path: Path) -> None:
+    """What is written is what was trained, and evaluated last."""
+    import peft
+
+    got, _ = ranks.run(2, with_a_new_adapter, tmp_path, {"max_steps": 2, "label_smoothing_factor": 0.1})
+    assert {name.rsplit(".", 2)[1] for name in got["weights"]} == {"lora_A", "lora_B"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "final").eval()
+    batches = [trainers.collate(trainers.samples(10, seed=1)[at : at + 4]) for at in (0, 4, 8)]
+    smoother = transformers.trainer_pt_utils.LabelSmoother(0.1)
+    with torch.no_grad():
+        losses = [smoother(adapted(**batch), batch["labels"], shift_labels=True) for batch in batches]
+    wanted = float(torch.stack([losses[0], losses[0], losses[1], losses[1], losses[2]]).mean())
+    found = next(row["eval_loss"] for row in reversed(got["logs"]) if "eval_loss" in row)
+    assert found == pytest.approx(wanted, abs=1e-5)
+
+
 def test_adapters_go_on_under_another_schedule(ranks: RankPool, tmp_path: Path) -> None:
     case = {"is_adapted": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     through, _ = ranks.run(2, run, 2, tmp_path / "through", "1f1b", case)
@@ -118,10 +142,10 @@ def test_adapters_go_on_under_another_schedule(ranks: RankPool, tmp_path: Path) 
     trainers.assert_same({**more, "logs": []}, {**through, "logs": []})
 
 
-def resume_from_plain(rank: int, folder: Path, case: dict[str, Any]) -> str:
+def resume(rank: int, num_ranks: int, folder: Path, schedule: str | None, saved: Path, case: dict[str, Any]) -> str:
     try:
-        train(rank, 2, folder / "resumed", "1f1b", **case, resume=folder / "plain" / "checkpoint-2")
-    except ValueError as error:
+        train(rank, num_ranks, folder, schedule, **case, resume=saved)
+    except (ValueError, OSError) as error:
         return str(error)
     return "no error"
 
@@ -130,7 +154,11 @@ def test_what_a_plain_trainer_saved_is_refused(ranks: RankPool, tmp_path: Path) 
     """Its optimizer's state was ignored without a word. The plain trainer does not ignore ours either."""
     case = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "eval_strategy": "no"}
     ranks.run(1, run, 1, tmp_path / "plain", None, case)
-    for error in ranks.run(2, resume_from_plain, tmp_path, case):
+    ranks.run(2, run, 2, tmp_path / "pipeline", "1f1b", case)
+    of_plain, ours = (tmp_path / one / "checkpoint-2" for one in ("plain", "pipeline"))
+    (error,) = ranks.run(1, resume, 1, tmp_path / "a", None, ours, case)
+    assert "optimizer.pt" in error
+    for error in ranks.run(2, resume, 2, tmp_path / "b", "1f1b", of_plain, case):
         assert "is of a trainer without a pipeline, whose optimizer.pt says of no state whose it is" in error
 
 

@@ -314,6 +314,8 @@ class PipelineMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer(os.path.join(output_dir, OPTIMIZER), self.chunks, *self._optimizer_and_scheduler())
+        if self.args.should_save:  # where it is, a trainer without a pipeline misses its optimizer.pt, and says so
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         folder = os.path.join(checkpoint or "", OPTIMIZER)
@@ -337,6 +339,4 @@ class PipelineMixin:
 
 
 class PipelineTrainer(PipelineMixin, Trainer):  # type: ignore[misc]
-    """transformers' Trainer in front of a pipeline."""
-
-    __doc__ += f"\n\n{PipelineMixin.__doc__}"
+    """transformers' Trainer in front of a pipeline: its arguments, and those of `PipelineMixin`."""

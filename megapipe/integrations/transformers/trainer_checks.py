@@ -140,8 +140,9 @@ def check_batches(batches: Sequence[Any], device: torch.device) -> None:
     embed other tokens than the last one has labels for."""
     if not dist.is_initialized():
         return
-    sums = [_sum_of(value) for batch in batches for value in batch.values() if isinstance(value, Tensor)]
-    own = torch.tensor([len(batches), sum(sums)], dtype=torch.float64, device=device)
+    own = torch.tensor([len(batches), 0], dtype=torch.float64, device=device)
+    for value in (one for batch in batches for one in batch.values() if isinstance(one, Tensor)):
+        own[1] += _sum_of(value).to(device)
     both = torch.stack([own, -own])
     dist.all_reduce(both, dist.ReduceOp.MAX, parallel_state.get_pipeline_model_parallel_group())
     if not torch.equal(both[0], -both[1]):
@@ -151,7 +152,8 @@ def check_batches(batches: Sequence[Any], device: torch.device) -> None:
         )
 
 
-def _sum_of(tensor: Tensor) -> float:
+def _sum_of(tensor: Tensor) -> Tensor:
+    """The same for the same numbers in the same order. The host does not wait for it."""
     flat = tensor.detach().flatten().double().nan_to_num()
     places = torch.arange(1, len(flat) + 1, device=flat.device, dtype=flat.dtype)
-    return float(flat @ places)
+    return flat @ places
