@@ -24,7 +24,8 @@ TORCHRUN := $(RUN) -m torch.distributed.run
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu test-models test-megatron test-torchtitan test-rl test-nodes wheel fuzz labs soak lint docs site bench \
+.PHONY: help pretrain generate test test-gpu test-models test-trainer test-megatron test-torchtitan test-rl test-nodes wheel fuzz labs soak \
+	lint docs site bench \
 	bench-all bench-peers bench-packages bench-gpu format clean
 
 help:
@@ -35,6 +36,7 @@ help:
 	@echo "make test-gpu   run the pipelines' tests on GPUs: with one GPU, the ranks share it"
 	@echo "                with SYSTEM_PYTHON=python3, as all else, by that Python and its torch: nothing is installed"
 	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs peft and others)"
+	@echo "make test-trainer  compare transformers' Trainer, trl's and Lightning's in front of a pipeline with the plain ones (ten minutes)"
 	@echo "make test-megatron  run Megatron's tests of its schedules, on ours; MEGATRON=... is a checkout of Megatron-LM (a minute)"
 	@echo "make test-torchtitan  run the trainers of torchtitan and NeMo Automodel by torch's schedules and by ours (five minutes)"
 	@echo "make test-rl    run the modules of verl and SkyRL that call Megatron's schedules by ours, and the longer comparisons of"
@@ -95,6 +97,17 @@ test-models: $(INSTALLED)
 		tests/integrations/models_of_transformers.py tests/integrations/towers_of_transformers.py \
 		tests/integrations/finetuning.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) tests/integrations/sweep_of_transformers.py
+
+# Into an environment of its own. TRAINER="transformers==5.20.0 accelerate==1.10.1 trl==1.14.0" takes these releases.
+TRAINER ?=
+test-trainer: constraints.txt
+	$(PYTHON) -m venv .venv-trainer
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > .venv-trainer/constraints.txt
+	.venv-trainer/bin/pip install --quiet --disable-pip-version-check --constraint .venv-trainer/constraints.txt --editable '.[test,trainers]'
+	$(if $(TRAINER),.venv-trainer/bin/pip install --quiet --disable-pip-version-check $(TRAINER))
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-trainer/bin/python -m pytest tests/integrations/test_trainer.py \
+		tests/integrations/test_in_memory.py tests/integrations/trainers_of_transformers.py \
+		tests/integrations/test_trainer_page.py tests/integrations/test_lightning.py
 
 # All of Megatron that they import is the checkout's, which imports triton from 0.18 on.
 CHECKOUT := $(wildcard $(MEGATRON)/tests/unit_tests/pipeline_parallel/test_schedules.py)

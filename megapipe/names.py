@@ -36,6 +36,7 @@ NAMES: dict[str, dict[str, str]] = {
     "megapipe.checkpoint": {
         "checkpointer": "Checkpointer",
         "export": "save_safetensors",
+        "optimizer_alone": "load_optimizer save_optimizer",
         "reading": "read_position",
         "sending": "named_weights",
     },
@@ -60,6 +61,19 @@ NAMES: dict[str, dict[str, str]] = {
         "partitioning": "Partition partition recompute",
         "side_effects": "setting_no_random_state",
         "split": "SplitBackward WeightGradient split_di_dw",
+    },
+    "megapipe.integrations.transformers": {
+        "build": "build_chunks",
+        "cut": "CannotCutError",
+        "generation": "generate",
+        "loading": "load_weights",
+        "log_probs": "token_log_probs",
+        "of_trl": "PipelineDPOTrainer PipelineSFTTrainer",
+        "saving": "save_pretrained",
+        "stage": "ChunkConfig HuggingFaceStage",
+        "step": "count_items forward_step tie_weights",
+        "trainer": "PipelineMixin PipelineTrainer",
+        "weights": "named_weights",
     },
     "megapipe.options": {"activations": "Recompute", "autocast": "Autocast"},
     "megapipe.overlap": {

@@ -36,6 +36,7 @@ from .files import (
     begin_checkpoint,
     checkpoints_in,
     find_checkpoints,
+    name_of,
     remove_incomplete,
     set_aside,
     write_tensors,
@@ -95,6 +96,9 @@ class Checkpointer:
     Raises:
         ValueError: where `keep_last` is below 1.
     """
+
+    _is_of_run = True
+    """It saves all that a run needs to go on; otherwise the optimizer alone, see `optimizer_alone`."""
 
     def __init__(
         self,
@@ -169,7 +173,8 @@ class Checkpointer:
         with self._ranks.together() as phase:
             state = self._full_state()
             tensors = state.tensors()
-            tensors[f"rng.{self._ranks.rank}"] = serialise(random_states(), "the random state")
+            if self._is_of_run:
+                tensors[f"rng.{self._ranks.rank}"] = serialise(random_states(), "the random state")
             common: dict[str, Any] = {"others": {name: other.state_dict() for name, other in self._others.items()}}
             common["extras"] = state.extras()
             phase.own = self._own(step, state, common)
@@ -186,8 +191,7 @@ class Checkpointer:
             if self._ranks.rank == 0:
                 what = "what is passed to save, or the state of others or of the optimizer,"
                 tensors["run"] = serialise({**self._run_of(step, data, ranks), **common}, what)
-                remove_incomplete(self._folder)
-                name = begin_checkpoint(self._folder, step).name
+                name = self._begin(step).name
             phase.own = name, sums
         (name, _), *_ = phase.all
         with self._ranks.together():
@@ -280,7 +284,8 @@ class Checkpointer:
                     f"the checkpoint {checkpoint} has no state of {sorted(missing)}, only of {sorted(run['others'])}: "
                     "pass the others under the names they were saved with."
                 )
-            whose = find_state(self._ranks.rank, places, run.get("places", [])) if self._optimizers else None
+            goes_on = bool(self._optimizers) and self._is_of_run
+            whose = find_state(self._ranks.rank, places, run.get("places", [])) if goes_on else None
             states = None if whose is None else reader.read_value(f"rng.{whose}")
             seed = seed_of(self._ranks.rank, places, run["seed"], run["step"])
             load = self._fetch(reader, state, run)
@@ -290,9 +295,9 @@ class Checkpointer:
             if not self._trained_only:  # then a checkpoint of everything has more
                 check_all_used(reader, [keys for _, keys in phase.all])
             load()
-            if self._optimizers:  # to go on training
+            if goes_on:  # to go on training
                 seed_random(seed) if states is None else set_random_states(states)
-        if self._optimizers and states is None and self._ranks.rank == 0:
+        if goes_on and states is None and self._ranks.rank == 0:
             warnings.warn(
                 f"{checkpoint} was saved by {run['world_size']} ranks in another arrangement than these "
                 f"{self._ranks.num_ranks}: their random states do not fit and are seeded anew, from the seed "
@@ -303,7 +308,7 @@ class Checkpointer:
 
     def _full_state(self) -> FullState:
         finalize_weights(self._chunks, self._optimizers)
-        return FullState(self._chunks, self._optimizers, *self._naming)
+        return FullState(self._chunks, self._optimizers, *self._naming, has_weights=self._is_of_run)
 
     def _fetch(self, reader: Reader, state: FullState, run: dict[str, Any]) -> Callable[[], None]:
         """Read what this rank needs, and leave everything as it is. What is returned loads it into chunks, optimizers
@@ -350,6 +355,11 @@ class Checkpointer:
             "places": [rank["place"] for rank in ranks],
             "seed": torch.initial_seed(),
         }
+
+    def _begin(self, step: int) -> Path:
+        """What is written to, on rank 0: a folder in the run's."""
+        remove_incomplete(self._folder)
+        return begin_checkpoint(self._folder / name_of(step))
 
     def _claim(self, step: int) -> int:
         """The step, which may be saved: on rank 0, the folder is this run's, and holds no later one."""

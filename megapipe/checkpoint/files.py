@@ -64,9 +64,14 @@ def find_checkpoints(path: str | os.PathLike[str], *, may_be_empty: bool = False
     )
 
 
-def begin_checkpoint(folder: Path, step: int) -> Path:
+def name_of(step: int) -> str:
+    """The name of a checkpoint in a run's folder."""
+    return f"step_{step:08d}"
+
+
+def begin_checkpoint(checkpoint: Path) -> Path:
     """An empty folder to write a checkpoint into, under a name that no other run has. `Writer` makes it appear."""
-    path = _incomplete(folder / f"step_{step:08d}")
+    path = _incomplete(checkpoint)
     path.mkdir()
     return path
 
@@ -79,10 +84,14 @@ UNDER_WAY: set[Path] = set()
 """What this process writes in the background."""
 
 
-def remove_incomplete(folder: str | os.PathLike[str]) -> None:
-    """What saves that were interrupted left behind. No other process may save there."""
-    for path in set(Path(folder).glob(f"step_*{INCOMPLETE}")) - UNDER_WAY:
-        if re.fullmatch(rf"step_\d{{8,}}(\.[0-9a-f]{{8}})?{INCOMPLETE}", path.name) and path.is_dir():
+def remove_incomplete(folder: str | os.PathLike[str], name: str = r"step_\d{8,}") -> None:
+    """What saves that were interrupted left behind. No other process may save there.
+
+    Args:
+        name: of the checkpoints, as a regular expression.
+    """
+    for path in set(Path(folder).glob(f"*{INCOMPLETE}")) - UNDER_WAY:
+        if re.fullmatch(rf"{name}(\.[0-9a-f]{{8}})?{INCOMPLETE}", path.name) and path.is_dir():
             _remove(path)
 
 
@@ -126,8 +135,9 @@ def mark_of(save_id: str, name: str) -> bytes:
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's part of one checkpoint of a run's folder. Rank 0 writes the list of contents too, with its
-    checksum, makes the checkpoint appear, and removes all but the last `keep_last` then (None: keep all).
+    """Writes this rank's part of one checkpoint. Rank 0 writes the list of contents too, with its checksum, and makes
+    the checkpoint appear, in the place of one of the same name. Then it removes all but the last `keep_last` of a run's
+    folder (None: keep all).
 
     Args:
         path: from `begin_checkpoint`, on one rank.
@@ -142,7 +152,7 @@ class Writer(FileSystemWriter):
                 f"{path.parent.absolute()} on {platform.node()} is not the folder that rank 0 saves to, which is on "
                 "another disk: give a folder that all ranks can reach."
             )
-        self._target = path.with_name(path.name.partition(".")[0])
+        self._target = path.with_name(path.name.rsplit(".", 2)[0])
         self._keep_last = keep_last
         super().__init__(path, per_thread_copy_ahead=0)  # more takes a GPU where ranks compute on the CPU, for no gain
         self.save_id = f"{OF_MEGAPIPE}{path.stem}"  # torch writes it into the list of contents
@@ -162,6 +172,8 @@ class Writer(FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         _sync(written)
+        if self._target.exists():
+            _remove(self._target)
         written.rename(self._target)
         _sync(folder)
         if self._keep_last is not None:

@@ -44,6 +44,9 @@ class FullState:
 
     The state of an optimizer is its own `state_dict()`, since its `load_state_dict` will read it.
 
+    Args:
+        has_weights: whether the chunks' own tensors are saved and loaded, or the optimizers' alone.
+
     Raises:
         ValueError: where an optimizer has a parameter that no chunk has, or that another one has.
     """
@@ -55,6 +58,7 @@ class FullState:
         global_name: GlobalName | None = None,
         parts: Parts | None = None,
         trained_only: bool = False,
+        has_weights: bool = True,
     ) -> None:
         self._chunks = [unwrap(chunk) for chunk in chunks]
         self._optimizers = optimizers
@@ -77,6 +81,8 @@ class FullState:
                 first = self._names.setdefault(id(held.value), held.name)
                 if first != held.name:
                     self.aliases[held.name] = first
+        if not has_weights:
+            self.held = []
         trained_by: dict[int, int] = {}
         for number, optimizer in enumerate(optimizers):
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -164,11 +170,11 @@ class FullState:
         def load() -> None:
             to_read.fill(fetched)
             for number, chunk in enumerate(self._chunks):  # for hooks and extra state: torch copies no tensor to itself
-                own = [held for held in self.held if held.chunk == number]
-                chunk.load_state_dict(
-                    {h.local_name: extra[h.name] if is_extra_state(h) else h.value for h in own},
-                    strict=not self._trained_only,
-                )
+                if own := [held for held in self.held if held.chunk == number]:
+                    chunk.load_state_dict(
+                        {h.local_name: extra[h.name] if is_extra_state(h) else h.value for h in own},
+                        strict=not self._trained_only,
+                    )
 
         return load
 

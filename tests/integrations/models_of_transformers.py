@@ -191,6 +191,31 @@ def test_saved_adapters_are_loaded(rank: int, targets: list[str], tmp_path: Path
     assert [sorted(config["target_modules"]) for config in configs] == [sorted(targets)] * 2
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@on_ranks(2)
+def test_an_adapter_is_read_into_chunks_that_have_it(rank: int, schedule: str, tmp_path: Path) -> None:
+    """As where a run goes on. `load_weights` looked for a whole model."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(hf_models.make_model("llama"), peft.LoraConfig(r=2, init_lora_weights=False))
+    hf_models.initialise(2)
+    chunks = build_chunks(adapted, schedule)
+    save_pretrained(chunks, tmp_path)
+    saved = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
+    wanted = peft.get_peft_model_state_dict(adapted)
+    assert saved.keys() == wanted.keys()
+    assert all(torch.equal(saved[name], wanted[name]) for name in saved)
+    own = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters() if "lora_" in name}
+    before = {name: parameter.detach().clone() for name, parameter in own.items()}
+    for parameter in own.values():
+        parameter.data.zero_()
+    load_weights(chunks, tmp_path)
+    assert all(torch.equal(own[name], before[name]) for name in own)
+    chunks[0].add_adapter(peft.LoraConfig(r=3), "other")
+    chunks[0].set_adapter("other")
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors has "):
+        load_weights(chunks[:1], tmp_path)
+
+
 @on_ranks(2)
 def test_single_tokens_are_not_trained(rank: int) -> None:
     """Stages without an embedding raised that AbsentWeights have no in_features, and others went on."""

@@ -274,6 +274,7 @@ EXCUSES: list[str] = []
 MAY_STAY = of_groups(6) + Counter(
     {
         "thread megapipe-watchdog": 1,  # looks after all pipelines
+        "thread jemalloc_bg_thd": 8,  # of pyarrow, where transformers finds datasets and peft
         "thread megapipe-store-alarm": 1,  # of the last job, which ends at the watchdog's next look
         "thread tqdm_monitor": 4,
         "thread Thread (_read_thread)": 1,  # of the processes that compile

@@ -145,6 +145,27 @@ def adapters_of(chunk: Any) -> dict[str, Tensor]:
     return tensors
 
 
+def load_adapters(chunk: Any, folder: Path) -> None:
+    """Read the tensors of the active adapter from a folder of `save_pretrained`.
+
+    Raises:
+        ValueError: where some are missing, or of another shape.
+        FileNotFoundError: where there is no adapter.
+    """
+    peft: Any = importlib.import_module("peft")
+    (name,) = chunk.active_adapters()
+    file, wanted = folder / "adapter_model.safetensors", adapters_of(chunk)
+    with importlib.import_module("safetensors").safe_open(file, framework="pt") as saved:
+        names = {key.removeprefix("base_model.model."): key for key in saved.keys()}  # noqa: SIM118  # no mapping
+        for key, tensor in wanted.items():
+            shape = saved.get_slice(names[key]).get_shape() if key in names else None
+            if shape != list(tensor.shape):
+                has = "no" if shape is None else f"{shape} for"
+                raise ValueError(f"{file} has {has} {key}, which the adapter has as {list(tensor.shape)}.")
+        tensors = {key: saved.get_tensor(names[key]) for key in wanted}
+    peft.set_peft_model_state_dict(chunk, tensors, adapter_name=name)
+
+
 def save_adapter_config(chunk: Any, folder: Path) -> None:
     (name,) = chunk.active_adapters()
     chunk.peft_config[name].save_pretrained(folder)

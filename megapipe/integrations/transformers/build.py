@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...layouts import distribute_layers
 from ...plan import StageInfo
@@ -20,6 +20,7 @@ from . import experts
 from .check import check_cut, check_slices
 from .cut import Crossing
 from .flow import Flow
+from .in_memory import config_and_dtype, copy_model
 from .sliced import IMPLEMENTATION, register
 from .stage import ChunkConfig, as_stage
 from .step import tie_weights
@@ -53,16 +54,17 @@ def build_chunks(
     the whole model's names, and for its config a `ChunkConfig`, which all chunks share.
 
     Args:
-        model: a folder with a config.json, or a config of transformers.
+        model: a folder with a config.json, or a config of transformers. Or a model in memory, with adapters of `peft`
+            or without: its weights are copied, and what is frozen stays so.
         schedule: its name, or what `get_forward_backward_func` returned.
         num_chunks: per rank, where the schedule leaves that open.
         num_virtual_layers_pre, num_virtual_layers_post, layout, costs: which layers a stage gets, as
             `distribute_layers` takes them: as many as others, as many as a layout says, or by what layers cost.
-        dtype: of the weights; None takes the config's, or float32. device: None takes the current CUDA device with
-        NCCL, otherwise the CPU. "meta" leaves chunks without memory, for
-            `load_weights`, which gives it to one layer after the other.
+        dtype: of the weights; None takes the model's, the config's, or float32.
+        device: None takes the current CUDA device with NCCL, otherwise the CPU. "meta" leaves chunks without memory,
+            which `load_weights` gives to one layer after the other.
         seed: new weights are drawn from it and their names, so that they are the same however the model is cut. None
-            leaves them undefined, for `load_weights`.
+            leaves them undefined, for `load_weights`. Of no meaning for a model in memory.
         attn_implementation: as in transformers.
         experts_implementation: as in transformers, or "megapipe", which leaves the experts' weight gradients to W.
         example: of a model with towers for images, a microbatch with some, as the whole model is called with it. The
@@ -78,6 +80,9 @@ def build_chunks(
     if is_meta(device) and seed is not None:
         raise ValueError("device='meta' has no memory for new weights: take seed=None, and call load_weights.")
     let_convert_conv1d()
+    if (whole := model if isinstance(model, nn.Module) else None) is not None:
+        model, of_whole = config_and_dtype(whole)
+        dtype, seed = dtype or of_whole, None
     config = copy.deepcopy(_read_config(model, trust_remote_code))  # transformers writes into it
     _check_config(config, is_text=example is None and not text_only)
     if experts_implementation is not None:
@@ -99,9 +104,11 @@ def build_chunks(
     checked = check_cut(config, layers, example, text_only)
     chunks = []
     for stage in own:
-        whole = make_meta_model(config, dtype, attn_implementation)
-        chunk = _make_chunk(whole, stage, layers[stage.index], checked.flow, device or default_device(), seed)
+        made = make_meta_model(config, dtype, attn_implementation)
+        chunk = _make_chunk(made, stage, layers[stage.index], checked.flow, device or default_device(), seed)
         chunk.config, chunk.takes_mean = chunk_config, checked.takes_mean
+        if whole is not None:
+            copy_model(whole, chunk)
         chunks.append(chunk)
     if not is_meta(device):
         tie_weights(chunks)

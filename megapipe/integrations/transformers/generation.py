@@ -185,7 +185,7 @@ def _as_whole(last: Any, pipeline: _Pipeline) -> Any:
     kind = type(last)
     own = {"forward": forward, "__call__": forward, "__module__": kind.__module__}
     model: Any = object.__new__(type(kind.__name__, (kind,), own))  # FSDP2's own would make a model without shards
-    model.__dict__.update(last.__dict__)
+    model.__dict__.update({name: value for name, value in vars(last).items() if name not in ("forward", "generate")})
     model.config = last.config.model_config
     return model
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ...all_ranks import AllRanks
 from ...training import finalize_weights
+from .adapters import has_adapters, load_adapters
 from .build import default_device, is_meta
 from .cut import Absent, cut
 from .step import tie_weights, tied_names
@@ -40,9 +41,10 @@ def load_weights(
 ) -> None:
     """Read the weights of this rank's chunks from a folder of transformers' files: safetensors, or `pytorch_model.bin`.
 
-    Only tensors of this rank are read; dtypes become those of the chunks. Every rank calls it, before adapters are
-    added and before `fully_shard`. The folder's settings of generation, which `save_pretrained` writes again, are read
-    too. A model without a head gets the one that `build_chunks` has drawn, and a warning.
+    Only tensors of this rank are read; dtypes become those of the chunks. Every rank calls it, before `fully_shard`. Of
+    chunks with an adapter only that is read, as `save_pretrained` has written it. Otherwise the folder's settings of
+    generation, which `save_pretrained` writes again, are read too. A model without a head gets the one that
+    `build_chunks` has drawn, and a warning.
 
     Args:
         after_layer: called with each layer when its weights are there, to quantise it, for example. Of chunks that were
@@ -56,8 +58,12 @@ def load_weights(
     """
     path = Path(path)
     with AllRanks("the loading of a model", dist.group.WORLD).together(), _no_progress_bars():
-        files = _files_of(path)
         finalize_weights(chunks)  # or a step that is taken back would put the old ones back
+        if has_adapters(chunks[0]):
+            for chunk in chunks:
+                load_adapters(chunk, path)
+            return
+        files = _files_of(path)
         are_empty = is_meta(chunks[0].device)
         for chunk in chunks:
             loaded = _Loaded(chunk, device or default_device() if are_empty else None, after_layer)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import fields
+from types import FunctionType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -98,6 +100,7 @@ class HuggingFaceStage(WithAdapters):
     """An empty tensor, on a stage without weights, that has their dtype and device."""
     finds_shapes = True  # of messages, in the first step: megapipe reads this name
     _received: Any = None
+    _is_at_the_end = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,8 +141,9 @@ class HuggingFaceStage(WithAdapters):
         """Run this stage on a microbatch, given in the words of the whole model: each stage takes what it needs. Masks
         and positions that the first stage is given travel with the hidden states, to stages that are given none.
 
-        Returns on the last stage the loss, or the logits where there are no `labels`. Elsewhere hidden states, and with
-        them the routers' logits where the loss is to balance the load of experts.
+        Returns on the last stage the loss, or the logits where there are no `labels`; with `return_dict=True` all that
+        the whole model returns. Elsewhere hidden states, and with them the routers' logits where the loss is to balance
+        the load of experts.
 
         Raises:
             ValueError: this stage was not given what does not travel (`cu_seq_lens_q`, a mask for each query), and the
@@ -165,6 +169,7 @@ class HuggingFaceStage(WithAdapters):
         input_ids: Any,
         labels: Any,
         num_items_in_batch: Any,
+        return_dict: bool | None = None,
         **batch: Any,
     ) -> Any:
         """Run the stage on whole sequences or on a slice of them.
@@ -181,15 +186,18 @@ class HuggingFaceStage(WithAdapters):
         with _telling_of_tracing(next(iter(received.values()), input_ids)):
             if not self.stage.is_last:
                 return self._run_own(batch, received, routed, given)
-            if labels is None:
-                return self._run_to_end(batch, received, routed).logits
-            if self.takes_mean and num_items_in_batch is not None:
-                raise ValueError(
-                    f"the loss of {type(self).__name__} is the mean over its microbatch, whatever num_items_in_batch "
-                    "says: leave count_items out, and train one replica."
-                )
-            batch |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
-            return self._run_to_end(batch, received, routed).loss
+            if labels is not None:
+                if self.takes_mean and num_items_in_batch is not None and not return_dict:
+                    raise ValueError(
+                        f"the loss of {type(self).__name__} is the mean over its microbatch, whatever "
+                        "num_items_in_batch says: leave count_items out, and train one replica."
+                    )
+                batch |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
+            with self._at_the_end(received, routed):
+                output = super().forward(**batch)
+            if return_dict:
+                return output
+            return output.logits if labels is None else output.loss
 
     def _take_input(self) -> dict[str, Tensor]:
         if self.stage.is_first or self.crossing is None:
@@ -248,10 +256,10 @@ class HuggingFaceStage(WithAdapters):
         hidden = next(iter(message.values()))
         if len(message) == 1:
             message = {HIDDEN: hidden}
-        if self._balances_load and (logits := _joined(routed, own)) is not None:
+        if self.balances_load and (logits := _joined(routed, own)) is not None:
             message["router_logits"] = logits
         message |= given
-        return message if len(message) > 1 or self._balances_load else hidden
+        return message if len(message) > 1 or self.balances_load else hidden
 
     @contextmanager
     def _crossed(self, received: dict[str, Tensor]) -> Iterator[None]:
@@ -265,16 +273,17 @@ class HuggingFaceStage(WithAdapters):
         finally:
             self.crossing.received, self.crossing.found = None, {}
 
-    def _router_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What linear layers return, for hidden states of `dtype`."""
-        return (self.config.autocast_dtype or torch.bfloat16) if self.config.enable_autocast else dtype
+    def _router_dtype(self, hidden: Tensor) -> torch.dtype:
+        """What linear layers return for hidden states."""
+        kind = hidden.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
     @contextmanager
     def _recorded(self) -> Iterator[list[Tensor]]:
         """The logits of this stage's routers, in the order in which they run."""
         logits: list[Tensor] = []
         with ExitStack() as stack:
-            if self._balances_load:
+            if self.balances_load:
                 assert self.routers is not None
                 for router in self.routers.own:
 
@@ -284,25 +293,41 @@ class HuggingFaceStage(WithAdapters):
                     stack.callback(router.register_forward_hook(note).remove)
             yield logits
 
-    def _run_to_end(self, batch: dict[str, Any], received: dict[str, Tensor], routed: Tensor | None) -> Any:
-        """The whole model's forward, whose decoder adds the routers of earlier stages to its own."""
+    @contextmanager
+    def at_the_end(self) -> Iterator[None]:
+        """While the block runs, on the last stage, the model's parts are the whole model's for those who call them: its
+        decoder goes on with what the stage has received. For a forward of another's that was put on the model, as trl
+        does. The chunk itself may be called in the block too."""
+        received = self._take_input()
+        with self._at_the_end(received, received.pop("router_logits", None)):
+            yield
+
+    @contextmanager
+    def _at_the_end(self, received: dict[str, Tensor], routed: Tensor | None) -> Iterator[None]:
+        """The decoder adds the routers of earlier stages to its own."""
 
         def add_earlier(decoder: nn.Module, inputs: Any, output: Any) -> None:
             own = output.router_logits
             assert routed is not None
-            earlier = routed.to(own[0].dtype if own else self._router_dtype(output[0].dtype))
+            earlier = routed.to(own[0].dtype if own else self._router_dtype(output[0]))
             output["router_logits"] = (*earlier.unbind(), *own)
 
+        if self._is_at_the_end:
+            yield
+            return
         hook = None if routed is None else self.parts.decoder_of(self).register_forward_hook(add_earlier)
+        self._is_at_the_end = True
         try:
             with self._crossed(received):
-                return super().forward(**batch)
+                yield
         finally:
+            self._is_at_the_end = False
             if hook is not None:
                 hook.remove()
 
     @property
-    def _balances_load(self) -> bool:
+    def balances_load(self) -> bool:
+        """Whether the loss is to balance the load of experts."""
         return self.routers is not None and bool(getattr(self.config, "output_router_logits", False))
 
     def example_input(self, batch: Mapping[str, Any]) -> Any:
@@ -320,11 +345,11 @@ class HuggingFaceStage(WithAdapters):
         own = torch.float32 if getattr(self.config, "residual_in_fp32", False) else self.dtype
         dtype = self.config.pipeline_dtype or own
         message = {HIDDEN: torch.empty(*sizes, self.config.hidden_size or 0, dtype=dtype, device=self.device)}
-        if self._balances_load and self.routers is not None and self.routers.num_before:
+        if self.balances_load and self.routers is not None and self.routers.num_before:
             shape = self.routers.num_before, num_sequences * seq_length, self.routers.num_experts
             message["router_logits"] = torch.empty(shape, dtype=torch.float32, device=self.device)
         message |= to_hand_on(batch)
-        return message if len(message) > 1 or self._balances_load else message[HIDDEN]
+        return message if len(message) > 1 or self.balances_load else message[HIDDEN]
 
 
 def to_hand_on(batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -386,6 +411,18 @@ def find_routers(parts: Parts, model: nn.Module, own: range) -> Routers | None:
 _classes: dict[type, type] = {}
 
 
+def _forward_like(own: type[nn.Module]) -> Any:
+    """`HuggingFaceStage.forward`, which says that it takes what the model's own takes, by keyword: libraries look there
+    for the columns of a dataset that a model reads, and for whether its loss takes a number of items."""
+    made = FunctionType(HuggingFaceStage.forward.__code__, globals(), "forward", HuggingFaceStage.forward.__defaults__)
+    made.__doc__ = HuggingFaceStage.forward.__doc__
+    me, *others = inspect.signature(own.forward).parameters.values()
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    taken = [one if one.kind in kinds else one.replace(kind=kinds[1]) for one in others]
+    made.__signature__ = inspect.Signature([me, *taken])  # type: ignore[attr-defined]
+    return made
+
+
 def as_stage(
     model: Any, stage: StageInfo, layers: range, course: Course | None = None, crossing: Crossing | None = None
 ) -> None:
@@ -398,7 +435,8 @@ def as_stage(
         let_cross(parts.layers_of(model), crossing)
     own = type(model)
     if own not in _classes:
-        _classes[own] = type(own.__name__, (HuggingFaceStage, own), {"__module__": own.__module__})
+        members = {"__module__": own.__module__, "forward": _forward_like(own)}
+        _classes[own] = type(own.__name__, (HuggingFaceStage, own), members)
     has_weights = any(True for _ in model.parameters())
     model.__class__ = _classes[own]
     model.stage, model.layers, model.parts, model.routers, model.crossing = stage, layers, parts, routers, crossing

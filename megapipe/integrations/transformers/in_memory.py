@@ -1,0 +1,54 @@
+"""What chunks take over from a whole model in memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from .whole import make_meta_model
+
+
+def config_and_dtype(whole: Any) -> tuple[Any, torch.dtype]:
+    """What chunks are made from.
+
+    Raises:
+        ValueError: where they would be of another model than this one.
+    """
+    base = _base_of(whole)
+    if not hasattr(base, "config") or not hasattr(base, "dtype"):
+        raise ValueError(
+            f"build_chunks takes models of transformers, got a {type(whole).__name__}: try megapipe.split."
+        )
+    made = type(make_meta_model(copy.deepcopy(base.config), base.dtype))
+    if type(base) is not made:
+        raise ValueError(
+            f"the model is a {type(base).__name__}, but its config makes a {made.__name__}, which chunks would be: "
+            "write its stages (docs/own_model.md), or build chunks from its config."
+        )
+    return base.config, base.dtype
+
+
+def copy_model(whole: Any, chunk: Any) -> None:
+    """Weights, adapters, what is frozen, and settings of generation."""
+    base = _base_of(whole)
+    for name, adapter in getattr(whole, "peft_config", {}).items():
+        chunk.add_adapter(adapter, name)
+    if chunk.can_generate():
+        chunk.generation_config = copy.deepcopy(base.generation_config)
+    tensors = base.state_dict()
+    chunk.load_state_dict({name: tensors[name] for name in chunk.state_dict()})
+    trained = {name: parameter.requires_grad for name, parameter in _parameters(base).items()}
+    for name, parameter in _parameters(chunk).items():
+        parameter.requires_grad_(trained[name])
+
+
+def _base_of(whole: Any) -> Any:
+    """The model of transformers in a PeftModel."""
+    return whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))

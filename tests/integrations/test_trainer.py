@@ -1,0 +1,173 @@
+"""transformers' Trainer in front of a pipeline, compared with the plain one: the shortest cases. All others are in
+trainers_of_transformers.py: `make test-trainer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tools.ranks import RankPool
+
+pytest.importorskip("accelerate")
+
+from tools import trainers
+from tools.trainers import train
+
+from megapipe.integrations.transformers import PipelineTrainer
+from megapipe.integrations.transformers.trainer_checks import REFUSED_ARGS, REFUSED_KEYWORDS, check_names, check_trainer
+
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "metrics": (2, "1f1b", {"predicts": True, "keywords": {"compute_metrics": trainers.accuracy}}),
+    "two chunks per rank": (2, "zbv", {"max_grad_norm": 0.0}),
+    "own compute_loss": (2, "1f1b", {"has_own_loss": True}),
+    "label smoothing": (2, "1f1b", {"label_smoothing_factor": 0.1}),
+    "compute_loss_func": (
+        2, "zbv", {"predicts": True, "keywords": {
+            "compute_loss_func": trainers.loss_func, "compute_metrics": trainers.accuracy,
+            "preprocess_logits_for_metrics": trainers.guessed,
+        }},
+    ),
+    "bf16": (2, "1f1b", {"bf16": True}),
+    "in one process": (1, "1f1b", {}),
+    "generating in a callback": (2, "1f1b", {"writes": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_the_plain_trainer(ranks: RankPool, name: str, tmp_path: Path) -> None:
+    num_ranks, schedule, case = CASES[name]
+    (want,) = ranks.run(1, run_plain, tmp_path / "plain", case)
+    for got in ranks.run(num_ranks, run_pipeline, num_ranks, tmp_path / "pipeline", schedule, case):
+        trainers.assert_same(got, want)
+        assert got["flos"] == want["flos"]
+    if case.get("writes"):
+        saved = [
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pipeline" / one)
+            for one in ("final", "by callback")
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*(one.parameters() for one in saved)))
+
+
+def run_plain(rank: int, folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    return train(rank, 1, folder, **case)
+
+
+def run_pipeline(rank: int, num_ranks: int, folder: Path, schedule: str, case: dict[str, Any]) -> dict[str, Any]:
+    return train(rank, num_ranks, folder, schedule, **case)
+
+
+def run_replicas(rank: int, folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    return train(rank, 2, folder, **case)
+
+
+def test_replicas_are_those_of_ddp(ranks: RankPool, tmp_path: Path) -> None:
+    """With an evaluation set that two replicas cannot share evenly. The trainer logs the mean of all ranks, here of
+    four with two values."""
+    case = {"gradient_accumulation_steps": 2, "keywords": {"compute_metrics": trainers.accuracy}}
+    want, _ = ranks.run(2, run_replicas, tmp_path / "plain", case)
+    for got in ranks.run(4, run_pipeline, 4, tmp_path / "pipeline", "1f1b", {**case, "pp": 2}):
+        trainers.assert_same(got, want, of_logs=1e-6)
+
+
+def test_a_run_goes_on_under_another_schedule(ranks: RankPool, tmp_path: Path) -> None:
+    """And a second run into the same folder saves there again, as the plain trainer does."""
+    case = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    through, _ = ranks.run(2, run_pipeline, 2, tmp_path / "through", "zbv", case)
+    for _ in range(2):
+        ranks.run(2, run_pipeline, 2, tmp_path / "begun", "1f1b", case)
+    saved = tmp_path / "begun" / "checkpoint-2"
+    assert "model.safetensors" in {path.name for path in saved.iterdir()}
+    (got, _) = ranks.run(2, run_pipeline, 2, tmp_path / "resumed", "zbv", {**case, "resume": saved})
+    assert len(got["logs"]) < len(through["logs"])
+    trainers.assert_same({**got, "logs": []}, {**through, "logs": []})
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name", REFUSED_ARGS)
+def test_arguments_that_do_not_go_with_a_pipeline(name: str) -> None:
+    args = transformers.TrainingArguments(output_dir="nowhere", use_cpu=True)
+    object.__setattr__(args, name, True)
+    with pytest.raises(ValueError, match=f"^{name} does not work with a pipeline: "):
+        check_trainer(PipelineTrainer, torch.nn.Linear(1, 1), args, {})
+
+
+def args_with(**changes: Any) -> Any:
+    return transformers.TrainingArguments(output_dir="nowhere", use_cpu=True, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "options", "keywords", "message"),
+    [
+        (PipelineTrainer, None, {}, {}, "model must be a folder or a model of transformers, got a NoneType"),
+        (PipelineTrainer, "meta-llama/Llama-3.1-8B", {}, {}, "is no folder: download the model first, "),
+        (PipelineTrainer, None, {"optim": "lomo"}, {}, "optim=.*lomo does not work with a pipeline"),
+        *((PipelineTrainer, None, {}, {name: object()}, f"^{name} does not work") for name in REFUSED_KEYWORDS),
+        (type("KTOTrainer", (PipelineTrainer,), {}), None, {}, {}, "KTOTrainer does not .* a second batch"),
+        (type("Own", (type("GRPOTrainer", (), {}),), {}), None, {}, {}, "GRPOTrainer does not .* docs/"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_before_anything_runs(
+    kind: type, model: Any, options: dict[str, Any], keywords: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_trainer(kind, model, args_with(**options), keywords)
+
+
+def test_names_of_others_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_names()
+    monkeypatch.delattr(transformers.Trainer, "_load_best_model")
+    with pytest.raises(ImportError, match=r"of transformers .* has no _load_best_model: take transformers 5\.20"):
+        check_names()
+
+
+class Twice(PipelineTrainer):
+    def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Any:
+        other = {**inputs, "input_ids": inputs["input_ids"].flip(1)}
+        return super().compute_loss(model, inputs, **options) + super().compute_loss(model, other, **options)
+
+
+class Breaks(PipelineTrainer):
+    def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Any:
+        super().compute_loss(model, inputs, **options)
+        raise KeyError("mine")
+
+
+class Never(PipelineTrainer):
+    def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Any:
+        return torch.zeros((), requires_grad=True)
+
+
+def collate_by_rank(examples: Any) -> Any:
+    batch = trainers.collate(examples)
+    batch["labels"][0, 0] = torch.distributed.get_rank()
+    return batch
+
+
+def try_to_train(rank: int, folder: Path, kind: str, collator: Any) -> None:
+    made = globals()[kind]
+    with trainers.started(rank, 2):
+        args = trainers.arguments(folder, eval_strategy="no")
+        data = {"data_collator": collator, "train_dataset": trainers.samples(16)}
+        made(model=trainers.make_model(), args=args, **data).train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "collator", "message"),
+    [
+        ("Twice", trainers.collate, "compute_loss calls the model with other input_ids than before"),
+        ("Breaks", trainers.collate, "mine"),
+        ("Never", trainers.collate, "has not called the model"),
+        ("PipelineTrainer", collate_by_rank, "the ranks of a pipeline have read different batches"),
+    ],
+)
+def test_a_mistake_is_told_to_all_ranks(
+    ranks: RankPool, kind: str, collator: Any, message: str, tmp_path: Path
+) -> None:
+    errors = ranks.run(2, try_to_train, tmp_path, kind, collator, errors=True)
+    assert all(isinstance(error, Exception) for error in errors)
+    assert all(message in str(error) for error in errors), errors
