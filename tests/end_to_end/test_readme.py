@@ -38,6 +38,15 @@ def test_the_readme_fits_its_purpose() -> None:
     assert run_on < 60
 
 
+def test_the_lines_of_each_way_in_are_on_its_page() -> None:
+    """Which runs: test_snippets.py, and the tests of trainers."""
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| \[[^]]+\]\(([^)]+)\) \|$", README, flags=re.MULTILINE)
+    assert len(rows) == 6
+    for lines, page in rows:
+        text = (ROOT / page).read_text()
+        assert [line for line in re.findall(r"`([^`]+)`", lines) if line not in text] == []
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_the_script_trains(ranks: RankPool, schedule: str) -> None:
     (script,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
