@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from megapipe.checkpoint.alike import fingerprint
 from tools.ranks import RankPool, on_ranks
 from tools.saving import filled
 from torch import nn
@@ -14,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megapipe import parallel_state
 from megapipe.checkpoint import load_optimizer, save_optimizer
+from megapipe.checkpoint.fingerprints import fingerprint
 
 
 def trained(layer: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
