@@ -110,8 +110,13 @@ def never_ends(pipe: Verbs) -> Any:
         W(pipe)
 
 
-def test_what_sizes_have_in_common(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_does_not_return(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megapipe.proving.sizes.PATIENCE", 0.5)
+    made("wrong", placement=loop)(never_ends)
+    assert "TimeoutError: the schedule's function has not returned after 0.5 s" in str(check_sizes("wrong"))
+
+
+def test_what_sizes_have_in_common(made: Any) -> None:
     for loops, text in (
         (
             few,
@@ -121,7 +126,6 @@ def test_what_sizes_have_in_common(made: Any, monkeypatch: pytest.MonkeyPatch) -
             no_weights,
             "sizes are wrong: no size is right; the first is p = 1, m = 1: rank 0 ended its step without the W",
         ),
-        (never_ends, "TimeoutError: the schedule's function has not returned after 0.5 s"),
         (lambda pipe: F(pipe, 1), "IndexError: list index out of range (test_prove_schedules.py:"),
     ):
         made("wrong", placement=loop)(loops)
