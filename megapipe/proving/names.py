@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,9 +52,3 @@ def copy_into(destination: Any, value: Tensor) -> None:
 
         value = distribute_tensor(value.to(destination.device), destination.device_mesh, destination.placements)
     destination.data.copy_(value)
-
-
-def unknown_names(stages: Sequence[tuple[int, Iterable[str]]], whole: Iterable[str]) -> list[Place]:
-    """Names of stages that the whole model has not."""
-    known = set(whole)
-    return [(stage, name) for stage, names in stages for name in names if name not in known]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..plan import AnySchedule, Plan, Schedule, StageInfo
+from ..plan import Plan, Schedule, StageInfo
 
 
 class Optimizer(Protocol):
@@ -86,8 +87,6 @@ class Question:
     @property
     def is_of_megapipe(self) -> bool:
         """Whether the schedule is one of ours, or of our form, and not a function like Megatron's."""
-        import os
-
         return isinstance(self.schedule, (str, os.PathLike, Plan, Schedule))
 
 
@@ -119,6 +118,3 @@ def takes_nothing(function: Any) -> bool:
 def make(what: Any) -> Any:
     """What a function without arguments makes; anything else is there already."""
     return what() if takes_nothing(what) else what
-
-
-__all__ = ["AnySchedule", "Optimizer", "PlainSGD", "Question", "TrainStep", "check_question", "make", "takes_nothing"]
