@@ -26,6 +26,14 @@ LIGHT = Scheme("#ffffff", "#1f2328", "#8c959f", "#dfe3e8")
 DARK = Scheme("#0d1117", "#e6edf3", "#7d8590", "#30363d")
 
 
+def shade_of(kind: Kind, chunk: int, num_chunks: int) -> str:
+    """The colour of an action: the kind's first one for the first chunk, its second for the last, between them for
+    others."""
+    ends = [bytes.fromhex(colour[1:]) for colour in kind.colours]
+    share = chunk / max(1, num_chunks - 1)
+    return "#" + bytes(round(one + share * (other - one)) for one, other in zip(*ends)).hex()
+
+
 def ink_on(colour: str) -> str:
     """The colour of text on one of the actions' colours: dark on light ones, light on dark ones. It is none of a
     scheme's, which differ from page to page."""

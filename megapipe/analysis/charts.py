@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import KINDS, Action, Plan, RankStep, Simulation, Span, Standstill
-from .cells import DARK, LIGHT, Level, cells_of, held_by_plan, ink_on, kinds_in, levels_in_bytes, levels_of
+from .cells import DARK, LIGHT, Level, cells_of, held_by_plan, ink_on, kinds_in, levels_in_bytes, levels_of, shade_of
 from .text import bytes_in_words
 
 TITLES = ("measured: waits for messages in grey, the host in white", "by the plan")
@@ -138,7 +138,7 @@ def _draw_action(
 ) -> None:
     from matplotlib.patches import Rectangle
 
-    colour = KINDS[action.kind].colours[plan.chunk_of(action.stage) % 2]
+    colour = shade_of(KINDS[action.kind], plan.chunk_of(action.stage), plan.num_chunks)
     axes.add_patch(Rectangle(*place, facecolor=colour, edgecolor=LIGHT.page, linewidth=0.8))
     (left, top), width, height = place
     if is_named:
@@ -186,8 +186,8 @@ def _draw_legend(figure: Any, plan: Plan, held: str) -> None:
     def patches(*colours: str) -> tuple[Any, ...]:
         return tuple(Patch(color=colour) for colour in colours)
 
-    shades = min(plan.num_chunks, 2)
-    entries = {kind.label: patches(*kind.colours[:shades]) for kind in kinds_in(plan)}
+    num, chunks = plan.num_chunks, range(plan.num_chunks)
+    entries = {kind.label: patches(*(shade_of(kind, chunk, num) for chunk in chunks)) for kind in kinds_in(plan)}
     if any(plan.program.pairs):
         entries["F above B: overlapped pair"] = patches(
             *{kind.direction: kind.colours[0] for kind in kinds_in(plan) if kind.direction}.values()
@@ -195,7 +195,7 @@ def _draw_legend(figure: Any, plan: Plan, held: str) -> None:
     if held and not plan.forward_only:
         entries[f"{held} held, with the most at the right"] = patches(LIGHT.faint)
     if plan.num_chunks > 1:
-        entries["dark: odd chunks"] = patches("none")
+        entries["dark: odd chunks" if num == 2 else "the darker, the later the chunk"] = patches("none")
     if not held:
         entries["waits for ever (!: an error)"] = (Patch(fill=False, edgecolor=STANDS, linestyle="--"),)
     figure.legend(

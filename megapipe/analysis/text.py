@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import NamedTuple, TextIO
 
 from ..plan import KINDS, Action, Plan, Span, Standstill
-from .cells import Cell, cells_of, ink_on, kinds_in
+from .cells import Cell, cells_of, ink_on, kinds_in, shade_of
 
 PREFIXES = "kMGTP"
 
@@ -143,9 +143,9 @@ def _has_colours() -> bool:
     return is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def _coloured(text: str, kind: str, chunk: int) -> str:
+def _coloured(text: str, kind: str, chunk: int, num_chunks: int) -> str:
     """The text in the kind's colour, by the terminal's codes: true ones, or the nearest of its 216."""
-    colour = KINDS[kind].colours[chunk % 2]
+    colour = shade_of(KINDS[kind], chunk, num_chunks)
     codes = []
     for ground, of in ((38, ink_on(colour)), (48, colour)):
         red, green, blue = bytes.fromhex(of[1:])
@@ -182,7 +182,9 @@ def _painted(plan: Plan, text: str, cell: Cell | None) -> str:
     actions = cell.actions if cell else ()
     share = len(text) / max(1, len(actions))
     pieces = [text[round(index * share) : round((index + 1) * share)] for index in range(len(actions))]
-    return "".join(_coloured(t, a.kind, plan.chunk_of(a.stage)) for t, a in zip(pieces, actions)) or text
+    return (
+        "".join(_coloured(t, a.kind, plan.chunk_of(a.stage), plan.num_chunks) for t, a in zip(pieces, actions)) or text
+    )
 
 
 def print_legend(plan: Plan, used: Sequence[Form]) -> None:
@@ -201,7 +203,9 @@ def print_legend(plan: Plan, used: Sequence[Form]) -> None:
         return
     lines = textwrap.fill(text, _width(), subsequent_indent=" " * 11, break_long_words=False)
     for kind in kinds_in(plan):
-        lines = lines.replace(f" {kind.name[0]} {kind.label}", f" {_coloured(kind.name[0], kind.name, 0)} {kind.label}")
+        lines = lines.replace(
+            f" {kind.name[0]} {kind.label}", f" {_coloured(kind.name[0], kind.name, 0, 1)} {kind.label}"
+        )
     print(lines)
 
 
