@@ -106,6 +106,12 @@ class AddGradientOf(torch.autograd.Function):
         return grad, ctx.of_loss, None
 
 
+def inverse(order: Tensor) -> Tensor:
+    """The order that undoes it: a scatter, where another sort would take passes over all bits of a number."""
+    places = torch.arange(order.shape[0], device=order.device)  # len() asks for a number
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
 class Permute(torch.autograd.Function):
     """`x[order]`, for an order that has every row once. Its gradient is gathered too: no sum whose order is chance."""
 
@@ -117,7 +123,7 @@ class Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (order,) = ctx.saved_tensors
-        return grad[order.argsort()], None
+        return grad[inverse(order)], None
 
 
 class MLP(nn.Module):
@@ -187,10 +193,10 @@ class MoE(nn.Module):
         owners = owners.repeat_interleave(received.flatten(), output_size=sum(output_splits))
         by_expert = owners.argsort(stable=True)
         computed = self.experts(Permute.apply(arrived, by_expert), received.sum(0))
-        to_send = Permute.apply(computed, by_expert.argsort())
+        to_send = Permute.apply(computed, inverse(by_expert))
         combine = start_all_to_all(to_send, input_splits, output_splits, self.group)
         yield
-        returned = Permute.apply(combine.wait(), order.argsort())
+        returned = Permute.apply(combine.wait(), inverse(order))
         routed = (returned.unflatten(0, (-1, self.router.topk)) * weights.unsqueeze(-1)).sum(1)
         return (shared + routed).view_as(x)
 
