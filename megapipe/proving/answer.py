@@ -43,10 +43,14 @@ def answer(question: Question, watches_memory: bool = False) -> Proof:
     stages: Stages = {}
     for of_rank in _gather({s: {n: t.detach().cpu() for n, t in of.items()} for s, of in own.items()}):
         stages.update(of_rank)
-    judge = Judge(question, stages, trial.num_stages) if dist.get_rank() == 0 else None
-    error, values = _from_first(lambda: (judge.error, judge.values()) if judge is not None else ("", {}))
-    if error:
-        raise ValueError(error)
+    judge: Judge | None = None
+
+    def first_values() -> dict[Place, Tensor]:
+        nonlocal judge
+        judge = Judge(question, stages, trial.num_stages)
+        return judge.values()
+
+    values = _from_first(first_values)
     trial.load(values)
     everybody, failed = _trained(trial, watches_memory)
     if failed:
@@ -116,14 +120,9 @@ class Judge:
 
     def __init__(self, question: Question, stages: Stages, num_stages: int) -> None:
         self.question = question
-        self.error = ""
         self.places = [(stage, name) for stage, tensors in sorted(stages.items()) for name in tensors]
         self.proof = Proof(f"{subject_of(question)} on {num_stages} stages")
-        try:
-            modules, self.key_of = self._whole_of(stages, num_stages)
-        except ValueError as error:
-            self.error = str(error)
-            return
+        modules, self.key_of = self._whole_of(stages, num_stages)
         self.whole = Whole(question, modules)
         if self.whole.is_chain:
             self.whole.load({self.key_of[s, name]: value for s, of in stages.items() for name, value in of.items()})
@@ -134,8 +133,6 @@ class Judge:
 
     def values(self) -> dict[Place, Tensor]:
         """What every stage begins with."""
-        if self.error:
-            return {}
         return {place: self._initial[self.key_of[place]].cpu() for place in self.places}
 
     def _whole_of(self, stages: Stages, num_stages: int) -> tuple[Sequence[nn.Module], dict[Place, str]]:

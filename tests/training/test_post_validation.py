@@ -214,7 +214,7 @@ def test_misuse(rank: int) -> None:
         optimizer.zero_grad(set_to_none=False)
     with pytest.raises(TypeError, match="takes no closure"):
         optimizer.step(lambda: 0.0)
-    with pytest.raises(TypeError, match="data_iterator must be an iterator"):
+    with pytest.raises(ValueError, match="does not go with a data_iterator without"):
         run("1f1b", chunks, 2, data_iterator=range(2))
     optimizer.max_norm = 1e-6  # so that the step is to be made again
     run("1f1b", chunks, 2)

@@ -416,10 +416,13 @@ def _forward_like(own: type[nn.Module]) -> Any:
     for the columns of a dataset that a model reads, and for whether its loss takes a number of items."""
     made = FunctionType(HuggingFaceStage.forward.__code__, globals(), "forward", HuggingFaceStage.forward.__defaults__)
     made.__doc__ = HuggingFaceStage.forward.__doc__
-    me, *others = inspect.signature(own.forward).parameters.values()
+    *first, rest = inspect.signature(HuggingFaceStage.forward).parameters.values()
+    names = {one.name for one in (*first, rest)}
+    others = [one for one in inspect.signature(own.forward).parameters.values() if one.name not in names]
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     taken = [one if one.kind in kinds else one.replace(kind=kinds[1]) for one in others]
-    made.__signature__ = inspect.Signature([me, *taken])  # type: ignore[attr-defined]
+    named = [one for one in taken if one.kind != kinds[0]]
+    made.__signature__ = inspect.Signature([*first, *named, *[one for one in taken if one.kind == kinds[0]]])  # type: ignore[attr-defined]
     return made
 
 
