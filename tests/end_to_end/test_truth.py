@@ -85,8 +85,12 @@ SHOWN = {
     "tensor parallelism": "tests/integrations/test_tensor_parallel.py::test_the_script_trains",
     "activation offloading by schedule": "Offload docs/howto/memory.md",
     "Hugging Face models, unchanged": "docs/huggingface.md tests/integrations/test_transformers.py",
-    "LoRA; towers of images": "tests/integrations/test_towers_of_transformers.py "
+    "LoRA, on quantised weights too; towers of images": "tests/integrations/test_towers_of_transformers.py "
     "tests/integrations/models_of_transformers.py::test_adapters_are_trained_and_only_they_are_saved",
+    "behind transformers' Trainer, trl, Lightning": "tests/integrations/test_trainer_page.py "
+    "tests/integrations/test_lightning.py",
+    "prove that a schedule or a trainer is right": "tests/proving/test_prove_schedules.py "
+    "tests/proving/test_mistakes.py",
     "post-training": "tests/integrations/test_dpo.py tests/integrations/test_grpo.py",
     "**measured on GPUs**": "tests/gpu/test_gpu.py",
 }
