@@ -412,17 +412,15 @@ _classes: dict[type, type] = {}
 
 
 def _forward_like(own: type[nn.Module]) -> Any:
-    """`HuggingFaceStage.forward`, which says that it takes what the model's own takes, by keyword: libraries look there
-    for the columns of a dataset that a model reads, and for whether its loss takes a number of items."""
+    """`HuggingFaceStage.forward`, which says that it takes its own arguments by place, and what else the model takes by
+    keyword: libraries look there for the columns of a dataset, and for whether its loss takes a number of items."""
     made = FunctionType(HuggingFaceStage.forward.__code__, globals(), "forward", HuggingFaceStage.forward.__defaults__)
     made.__doc__ = HuggingFaceStage.forward.__doc__
     *first, rest = inspect.signature(HuggingFaceStage.forward).parameters.values()
-    names = {one.name for one in (*first, rest)}
-    others = [one for one in inspect.signature(own.forward).parameters.values() if one.name not in names]
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    taken = [one if one.kind in kinds else one.replace(kind=kinds[1]) for one in others]
-    named = [one for one in taken if one.kind != kinds[0]]
-    made.__signature__ = inspect.Signature([*first, *named, *[one for one in taken if one.kind == kinds[0]]])  # type: ignore[attr-defined]
+    known = {one.name for one in (*first, rest)}
+    others = [one for one in inspect.signature(own.forward).parameters.values() if one.name not in known]
+    taken = [one if one.kind == one.VAR_KEYWORD else one.replace(kind=one.KEYWORD_ONLY) for one in others]
+    made.__signature__ = inspect.Signature([*first, *taken])  # type: ignore[attr-defined]
     return made
 
 
