@@ -1,37 +1,16 @@
-"""safetensors files that one process writes, or several ranks, each its own tensors in their places.
-
-A file is the length of its header in 8 bytes, the header (JSON: the dtype, shape and place of each tensor), and the
-tensors one after the other. https://github.com/huggingface/safetensors
-"""
+"""Files of safetensors, which the library `safetensors` writes: which tensors go into which, and their index."""
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.complex64: "C64",
-}
 
 
 class Entry(NamedTuple):
@@ -51,42 +30,44 @@ class Entry(NamedTuple):
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-class SafetensorsFile:
-    """One file. Until `finish` it has another name.
+def import_safetensors() -> Any:
+    """The library. Raises ValueError where it is not installed."""
+    try:
+        return importlib.import_module("safetensors.torch") and importlib.import_module("safetensors")
+    except ImportError:
+        raise ValueError("files of safetensors need safetensors: pip install 'megapipe[safetensors]'.") from None
 
-    Args:
-        entries: of all ranks, on all ranks.
-    """
 
-    def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
-        self.path = path
-        self.entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # so that all are aligned
-        self._unfinished = path.with_suffix(".incomplete")
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        self._places: dict[str, int] = {}
-        end = 0
-        for entry in self.entries:
-            if entry.dtype not in NAMES:
-                raise ValueError(f"{entry.name} is of {entry.dtype}, which files of safetensors cannot hold.")
-            begin, end = end, end + entry.num_bytes
-            self._places[entry.name] = begin
-            header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._start = len(text).to_bytes(8, "little") + text
-        self._size = len(self._start) + end
+class SafetensorsFile(NamedTuple):
+    """One file. Until `finish` it has another name."""
 
-    def create(self) -> None:
-        """One rank does so, before the others write."""
-        with open(self._unfinished, "wb") as file:
-            file.write(self._start)
-            file.truncate(self._size)
+    path: Path
+    entries: list[Entry]
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        values = tensor.cpu().contiguous().flatten().view(torch.uint8)
-        with open(self._unfinished, "r+b") as file:
-            file.seek(len(self._start) + self._places[name])
-            file.write(values.numpy().data)  # NumPy's own writing does not say that the disk is full
+    @property
+    def _unfinished(self) -> Path:
+        return self.path.with_suffix(".incomplete")
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write all tensors of the file, which are in host memory, contiguous, and have memory of their own.
+
+        Raises:
+            OSError: where the system cannot write.
+            ValueError: where there is no `safetensors`, or a tensor is of a dtype that files cannot hold.
+        """
+        safetensors = import_safetensors()
+        self._unfinished.touch()
+        mode = self._unfinished.stat().st_mode
+        try:
+            safetensors.torch.save_file(dict(tensors), self._unfinished, metadata={"format": "pt"})
+        except KeyError as error:  # from the library's table of dtypes
+            name = next((name for name, tensor in tensors.items() if tensor.dtype in error.args), "a tensor")
+            raise ValueError(f"{name} is of {error}, which files of safetensors cannot hold.") from error
+        except safetensors.SafetensorError as error:
+            if number := re.search(r"(?:os error|code:) (\d+)", str(error)):
+                raise OSError(int(number[1]), str(error)) from error
+            raise
+        self._unfinished.chmod(mode)  # 0.8 lets nobody else read it (huggingface/safetensors#782)
 
     def finish(self) -> None:
         self._unfinished.replace(self.path)

@@ -66,19 +66,29 @@ def send_out(
         if any(one[1:] != phase.all[0][1:] for one in phase.all):
             raise ValueError("ranks call named_weights with different arguments: give all of them the same.")
         stages = sorted((stage, member, *of) for member in members for stage, *of in phase.all[member][0])
-        buckets = list(_buckets(_entries_of(stages, dtype), bucket_size))
+        buckets = list(_buckets(entries_of("named_weights", stages, dtype), bucket_size))
     outlet = _Outlet(ranks, group, {part.stage: part.tensors for part in parts}, device)
     outlet.sends, outlet.reads = not set(members).isdisjoint(readers), ranks.rank in readers
     return outlet.run(buckets)
 
 
-def _entries_of(stages: Sequence[Any], dtype: torch.dtype | None) -> Iterator[tuple[int, int, Entry]]:
-    """Each tensor with its stage and its rank. One that several stages have comes from the first of them."""
+def entries_of(
+    caller: str, stages: Sequence[Any], dtype: torch.dtype | None = None
+) -> Iterator[tuple[int, int, Entry]]:
+    """Each tensor with its stage and its rank. One that several stages have comes from the first of them.
+
+    Args:
+        caller: the function that users have called.
+        stages: the number, the rank, how many stages there are, and the tensors by texts and numbers of each.
+        dtype: of numbers with a point. None leaves it.
+
+    Raises:
+        ValueError: where stages are missing.
+    """
     numbers, num_stages = [stage[0] for stage in stages], stages[0][2] if stages else 1
     if numbers != list(range(num_stages)):
         raise ValueError(
-            f"named_weights needs each of {num_stages} stages once, and was given {numbers}: pass all chunks of each "
-            "rank."
+            f"{caller} needs each of {num_stages} stages once, and was given {numbers}: pass all chunks of each rank."
         )
     known = set()
     for stage, member, _, entries in stages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..safetensors_files import Entry, finish_files, share_out
+from ..safetensors_files import Entry, finish_files, import_safetensors, share_out
 from .files import find_checkpoints
 from .reading import Reader
 
@@ -20,14 +20,15 @@ def save_safetensors(
         checkpoint: a run's folder, whose latest checkpoint is taken, or one checkpoint.
         folder: gets model.safetensors, or where that would be larger than `max_file_size` bytes,
             model-00001-of-00003.safetensors and so on, and model.safetensors.index.json, as transformers and others
-            read them. What an earlier export left there is removed. One tensor at a time is in memory.
+            read them. What an earlier export left there is removed. One file at a time is in memory.
 
     Returns:
         The files with tensors. Of a tied parameter there is the first name only.
 
     Raises:
-        ValueError: where there is no checkpoint or no model in it.
+        ValueError: where there is no checkpoint or no model in it, or no `safetensors` is installed.
     """
+    import_safetensors()
     reader = Reader(find_checkpoints(checkpoint)[0])
     entries = [
         Entry(key.removeprefix("model."), what.properties.dtype, tuple(what.size))
@@ -41,11 +42,10 @@ def save_safetensors(
     files = share_out([entries], max_file_size, folder / "model")
     try:
         for file in files:
-            file.create()
-            for entry in file.entries:
-                key = f"model.{entry.name}"
-                reader.read({key: (tensor := reader.empty(key))})
-                file.write(entry.name, tensor)
+            tensors = {entry.name: reader.empty(f"model.{entry.name}") for entry in file.entries}
+            reader.read({f"model.{name}": tensor for name, tensor in tensors.items()})
+            file.write(tensors)
+            del tensors  # before the next file's are made
         finish_files(folder, "model", files)
     except BaseException:
         for file in files:

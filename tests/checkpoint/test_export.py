@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +39,8 @@ def test_safetensors(ranks: RankPool, tmp_path: Path) -> None:
     assert parts.keys() == expected.keys()
     assert all(torch.equal(parts[name], tensor) for name, tensor in expected.items())
     assert max(path.stat().st_size for path in paths) < 15_000  # with the list of contents
+    index_file = tmp_path / "several" / "model.safetensors.index.json"
+    assert {path.stat().st_mode for path in paths} == {index_file.stat().st_mode}  # the library's nobody else may read
 
 
 def save_cut(rank: int, folder: Path) -> None:
@@ -52,6 +56,21 @@ def test_exporting_twice_into_one_folder(tmp_path: Path) -> None:
         paths = save_safetensors(tmp_path / "run", tmp_path / "model", max_file_size=size)
         index = {tmp_path / "model" / "model.safetensors.index.json"} if len(paths) > 1 else set()
         assert set((tmp_path / "model").iterdir()) == {*paths, *index}
+
+
+def test_what_files_of_safetensors_take(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+    Checkpointer(tmp_path / "run", layer).save(1)
+    with pytest.raises(ValueError, match=r"^phases is of torch.complex128, which files of safetensors cannot hold\.$"):
+        save_safetensors(tmp_path / "run", tmp_path / "model")
+    assert list((tmp_path / "model").iterdir()) == []
+    missing = {"safetensors": None, "safetensors.torch": None}
+    with (
+        mock.patch.dict(sys.modules, missing),
+        pytest.raises(ValueError, match=r"pip install 'megapipe\[safetensors\]'\.$"),
+    ):
+        save_safetensors(tmp_path / "run", tmp_path / "model")
 
 
 @on_ranks(2)

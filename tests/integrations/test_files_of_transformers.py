@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from tools.ranks import RankPool, on_ranks
 
 pytest.importorskip("transformers")
 
+import safetensors
 import torch
 import torch.distributed as dist
 import transformers
 from tools import hf_models
 
 import megapipe
-from megapipe.failures import is_disk_full
 from megapipe.integrations.transformers import CannotCutError, build_chunks, count_items, load_weights, save_pretrained
 from megapipe.safetensors_files import Entry, SafetensorsFile
 
@@ -32,13 +33,11 @@ def build(name: str = "llama", **options: Any) -> list[Any]:
 
 
 def save_on_a_full_disk(rank: int, folder: Path) -> None:
-    def fail(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     chunks = build()
-    save_pretrained(chunks, folder)
-    with mock.patch.object(SafetensorsFile, "write", fail) if rank == 1 else mock.MagicMock():
-        save_pretrained(chunks, folder)
+    save_pretrained(chunks, folder, max_file_size=20_000)
+    full = safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with mock.patch("safetensors.torch.save_file", side_effect=full) if rank == 1 else nullcontext():
+        save_pretrained(chunks, folder, max_file_size=20_000)
 
 
 def save_without_a_chunk(rank: int, folder: Path) -> None:
@@ -73,7 +72,7 @@ def save_quantised_layers(rank: int, folder: Path) -> None:
         (save_quantised_layers, r"model.layers.\d.self_attn.q_proj.weight is quantised \(torch.int8\), and "),
         (
             save_on_a_full_disk,
-            r"saving to .* failed on rank 1 \(.*No space left on device\)\. The disk, .*full: make room",
+            r"saving to .* failed on rank 1 \(.*No space left on device .*\)\. The disk, .*full: make room",
         ),
         (save_without_a_chunk, r"needs each of 4 stages once, and was given \[0, 1, 2\]: pass all chunks of each rank"),
         (save_into_two_folders, r"failed on rank 1 \(.*No such file or directory.*\)\. All ranks need the same folder"),
@@ -93,13 +92,17 @@ def test_errors_are_told_to_all_ranks(ranks: RankPool, function: Any, message: s
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)  # what was there
 
 
-def test_a_full_disk_is_told_by_the_system(tmp_path: Path) -> None:
-    """NumPy's own writing says how much it wrote, and not why."""
+def test_what_the_system_says_of_a_file(tmp_path: Path) -> None:
+    """The library tells it in an error of its own, as a text alone: a full disk was not told from a missing folder."""
     file = SafetensorsFile(tmp_path / "model.safetensors", [Entry("weight", torch.float32, (10_000,))])
-    file._unfinished = Path("/dev/full")
-    with pytest.raises(OSError, match="No space left") as caught:
-        file.write("weight", torch.ones(10_000))
-    assert is_disk_full(caught.value)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            file.write({"weight": torch.ones(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
 
 
 @on_ranks(2)
