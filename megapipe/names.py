@@ -148,12 +148,11 @@ NAMES: dict[str, dict[str, str]] = {
         "accumulation": "add_gradient",
         "aliasing": "SavedTensor save_for_w",
         "context": "backward_context this_thread",
-        "convolution": "conv1d conv2d",
         "deferred": "AT_ONCE CHECKPOINTS DeferredGrads capturing defer deferring_to is_capturing visit_gradient_nodes",
         "grouped": "grouped_linear",
         "layer_base": "autocast_dtype once_differentiable",
         "layers": "embedding linear transposed_linear",
-        "modules": "Conv1d Conv2d Embedding GroupedLinear Linear convert let_convert",
+        "modules": "Embedding GroupedLinear Linear convert let_convert",
         "products": "add_weight_gradient",
     },
 }

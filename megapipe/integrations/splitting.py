@@ -23,7 +23,7 @@ from ..runtime import stages_for_rank
 from ..stages import PipelineStage
 from ..structure import GraphFacts
 from ..training import TiedWeights
-from ..weight_grad import conv1d, conv2d, embedding, linear
+from ..weight_grad import embedding, linear
 from .exported import CannotSplitError, Trace, state_of
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def split(
     torch.export makes a graph of the forward, one for `train()` and one for `eval()`. Stages have as many
     floating-point operations as others, as far as that goes, and begin where few bytes are sent. Names and parameters
     are those of `model`: delete it afterwards, so that only this rank's parameters are left. A module on the meta
-    device stays there. Linear layers, embeddings and convolutions leave their weight gradients to W.
+    device stays there. Linear layers and embeddings leave their weight gradients to W.
 
     Args:
         model: its forward takes its arguments by position. It is not changed.
@@ -272,12 +272,7 @@ def _embedding(weight: Tensor, tokens: Tensor, padding_idx: int = -1) -> Tensor:
     return embedding(tokens, weight, None if padding_idx < 0 else padding_idx)
 
 
-DEFERRING: Mapping[Any, Callable[..., Tensor]] = {
-    aten.linear.default: linear,
-    aten.conv1d.default: conv1d,
-    aten.conv2d.default: conv2d,
-    aten.embedding.default: _embedding,
-}
+DEFERRING: Mapping[Any, Callable[..., Tensor]] = {aten.linear.default: linear, aten.embedding.default: _embedding}
 
 
 def _defer(graph: fx.Graph) -> None:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .accumulation import add_gradient
     from .aliasing import SavedTensor, save_for_w
     from .context import backward_context, this_thread
-    from .convolution import conv1d, conv2d
     from .deferred import (
         AT_ONCE,
         CHECKPOINTS,
@@ -26,17 +25,13 @@ if TYPE_CHECKING:
     from .grouped import grouped_linear
     from .layer_base import autocast_dtype, once_differentiable
     from .layers import embedding, linear, transposed_linear
-    from .modules import Conv1d, Conv2d, Embedding, GroupedLinear, Linear, convert, let_convert
+    from .modules import Embedding, GroupedLinear, Linear, convert, let_convert
     from .products import add_weight_gradient
 
 __all__ = [
-    "Conv1d",
-    "Conv2d",
     "Embedding",
     "GroupedLinear",
     "Linear",
-    "conv1d",
-    "conv2d",
     "convert",
     "defer",
     "embedding",

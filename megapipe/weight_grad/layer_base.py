@@ -3,7 +3,7 @@
 Each is one autograd Function with the arithmetic of torch's own layer. It keeps the parameter itself, for `defer`, and
 saves what torch saves, except for the weight under autocast, which is cast again. A deferred computation refers to the
 layer's input and output gradient and to nothing else. Gradients of biases are sums, cheap beside the rest, so they are
-returned in B, except for those of convolutions, which torch computes together with the weight's.
+returned in B.
 
 On CPU gradients are torch's to the bit: products are rounded before they are added. On other devices they are added in
 one go, which rounds once.

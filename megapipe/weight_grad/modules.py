@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import convolution, layers
+from . import layers
 from .grouped import grouped_linear
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -31,25 +30,6 @@ class Embedding(nn.Embedding):
         if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
             return super().forward(input)
         return layers.embedding(input, self.weight, self.padding_idx)
-
-
-def _conv_forward(layer: nn.Conv1d | nn.Conv2d, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    padding: str | Sequence[int] | int = layer.padding
-    if layer.padding_mode != "zeros":
-        input, padding = F.pad(input, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), 0
-    return convolution.conv2d(input, weight, bias, layer.stride, padding, layer.dilation, layer.groups)
-
-
-class Conv1d(nn.Conv1d):
-    """[batch, in, length] or [in, length] to the same with `out` channels and torch's new length."""
-
-    _conv_forward = _conv_forward
-
-
-class Conv2d(nn.Conv2d):
-    """[batch, in, height, width] or [in, height, width] to the same with `out` channels and torch's new sizes."""
-
-    _conv_forward = _conv_forward
 
 
 class GroupedLinear(nn.Module):
@@ -83,12 +63,7 @@ class GroupedLinear(nn.Module):
         return f"num_experts={num_experts}, in_features={in_features}, out_features={out_features}"
 
 
-_DEFERRING: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: Linear,
-    nn.Embedding: Embedding,
-    nn.Conv1d: Conv1d,
-    nn.Conv2d: Conv2d,
-}
+_DEFERRING: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Linear, nn.Embedding: Embedding}
 
 
 def let_convert(kind: type[nn.Module], deferring: type[nn.Module]) -> None:
@@ -97,8 +72,8 @@ def let_convert(kind: type[nn.Module], deferring: type[nn.Module]) -> None:
 
 
 def convert(module: Module) -> Module:
-    """Make the nn.Linear, nn.Embedding, nn.Conv1d and nn.Conv2d layers in `module`, itself included, defer, and those
-    that `let_convert` was told of.
+    """Make the nn.Linear and nn.Embedding layers in `module`, itself included, defer, and those that `let_convert` was
+    told of.
 
     A layer's class is swapped and nothing else: its parameters, hooks and identity stay. Subclasses of these layers are
     left alone, since they may compute something else; so are layers with parametrizations, which are subclasses, and

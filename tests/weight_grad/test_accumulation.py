@@ -35,10 +35,9 @@ class Shared(nn.Module):
         self.embedding = nn.Embedding(IN, IN)
         self.layers = nn.ModuleList(nn.Linear(IN, IN) for _ in range(3))
         self.head = nn.Linear(IN, IN, bias=False)
-        self.convolution = nn.Conv1d(IN, IN, 1)
         for layer in (*self.layers, self.head):
             layer.weight = self.embedding.weight
-        for layer in (*self.layers[1:], self.convolution):
+        for layer in self.layers[1:]:
             layer.bias = self.layers[0].bias
         self.plain, self.use_reentrant = plain, use_reentrant
 
@@ -50,7 +49,6 @@ class Shared(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         weight = self.embedding.weight
         x = F.embedding(tokens, weight) if "embedding" in self.plain else self.embedding(tokens)
-        x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
         if self.use_reentrant is None:
             x = self.inner(x)
         else:
@@ -85,9 +83,7 @@ def test_elsewhere_products_are_added_in_place(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_main_grad(dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Embedding(20, IN), nn.Linear(IN, OUT), nn.Unflatten(0, (1, 4)), nn.Conv1d(4, 4, 3)).to(
-        dtype
-    )
+    model = nn.Sequential(nn.Embedding(20, IN), nn.Linear(IN, OUT)).to(dtype)
     at_once, split, plain = weight_grad.convert(copy.deepcopy(model)), weight_grad.convert(model), copy.deepcopy(model)
     for module in (split, at_once):
         for parameter in module.parameters():
@@ -128,7 +124,7 @@ def test_hooks_that_add_to_main_grad_by_themselves(split: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, None])
 def test_gradients_of_another_dtype_than_their_weights(dtype: torch.dtype | None) -> None:
     """The dtype that the owner had chosen for the gradient was ignored, and autograd refused the first one in W."""
-    plain = nn.Sequential(nn.Embedding(20, IN), nn.Linear(IN, IN), nn.Conv1d(1, 2, 3)).to(torch.bfloat16)
+    plain = nn.Sequential(nn.Embedding(20, IN), nn.Linear(IN, IN)).to(torch.bfloat16)
     plain[1].weight = plain[0].weight = nn.Parameter(plain[0].weight[:IN].detach().clone())
     converted = weight_grad.convert(copy.deepcopy(plain))
     make_input = lambda: torch.randint(IN, (5, 1))  # noqa: E731

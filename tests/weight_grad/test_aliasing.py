@@ -77,7 +77,6 @@ def test_output_gradients_are_not_copied_without_need(monkeypatch: pytest.Monkey
     [
         (weight_grad.Linear(IN, OUT), (torch.randn(TOKENS, IN),)),
         (weight_grad.Embedding(20, IN), (torch.randint(20, (TOKENS,)),)),
-        (weight_grad.Conv1d(IN, OUT, 3), (torch.randn(2, IN, 9),)),
         (weight_grad.GroupedLinear(3, IN, OUT), (torch.randn(6, IN), [1, 2, 3])),
     ],
     ids=lambda value: type(value).__name__,

@@ -22,10 +22,9 @@ from megapipe.weight_grad import AT_ONCE, DeferredGrads, SavedTensor
     ("shape", "use"),
     [
         ((OUT, IN), weight_grad.linear),
-        ((OUT,), lambda x, leaf: weight_grad.conv1d(x.T, nn.Parameter(torch.ones(OUT, IN, 1)), leaf)),
         ((TOKENS, IN), lambda x, leaf: Scale.apply(x, leaf, nn.Parameter(torch.ones(TOKENS, IN)), False)),
     ],
-    ids=["weight", "bias", "function"],
+    ids=["weight", "function"],
 )
 def test_only_gradients_of_parameters_are_deferred(shape: tuple[int, ...], use: Callable[..., Tensor]) -> None:
     """What a stage has received, or an earlier slice has kept, may be a layer's weight: a leaf whose gradient travels

@@ -178,8 +178,6 @@ def test_autocast() -> None:
     compare(nn.Linear(IN, OUT), lambda: torch.randn(2, 3, IN), autocast=True)
     compare(nn.Linear(IN, OUT).double(), lambda: torch.randn(2, 3, IN).double(), autocast=True)
     compare(nn.Sequential(nn.Embedding(20, IN), nn.Linear(IN, OUT)), lambda: torch.randint(20, (9,)), autocast=True)
-    compare(nn.Conv1d(4, 6, 3, bias=False), lambda: torch.randn(2, 4, 9), autocast=True)
-    compare(nn.Conv2d(4, 6, 3, bias=False), lambda: torch.randn(2, 4, 9, 9), autocast=True)
 
 
 @pytest.mark.parametrize("kind", [weight_grad.Linear, functools.partial(weight_grad.GroupedLinear, 1)])
@@ -208,7 +206,6 @@ def test_autocast_does_not_remember_a_weight_without_its_graph() -> None:
 def test_inplace_activations_may_follow() -> None:
     """F.linear of three dimensions returns a view, and autograd refuses to change a view that a Function made."""
     compare(nn.Sequential(nn.Linear(IN, OUT), nn.ReLU(inplace=True)), lambda: torch.randn(2, 3, IN))
-    compare(nn.Sequential(nn.Conv1d(4, 6, 3, bias=False), nn.ReLU(inplace=True)), lambda: torch.randn(4, 9))
 
 
 def test_functional_call_and_transforms_are_left_to_torch() -> None:
@@ -242,16 +239,6 @@ def test_there_is_no_second_derivative() -> None:
     ):
         with pytest.raises(RuntimeError, match=r"second derivatives .* use torch's own layers there"):
             differentiate()
-
-
-@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d])
-def test_convolutions_of_no_items(kind: Any) -> None:
-    """The process ended, with no error of Python's, where there was a bias."""
-    sizes = (0, 3, 5, 5)[: 3 if kind is nn.Conv1d else 4]
-    layer, x = weight_grad.convert(kind(3, 2, 3)), torch.empty(sizes, requires_grad=True)
-    backward(layer(x).sum())
-    assert [*map(torch.count_nonzero, (layer.weight.grad, layer.bias.grad))] == [0, 0]
-    assert x.grad.shape == sizes
 
 
 def test_frozen_weights_keep_no_input() -> None:
