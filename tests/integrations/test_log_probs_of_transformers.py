@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import torch
 from tools import hf_models
 
-from megapipe.integrations.transformers import build_chunks, token_log_probs
+from megapipe.integrations.transformers import token_log_probs
 from megapipe.training import log_probs_of
 
 
@@ -47,11 +47,3 @@ def test_they_are_those_of_training_steps(rank: int, schedule: str, tmp_path: Pa
     for one in expected:
         (one.sum() / 3).backward()
     hf_models.assert_same_gradients(chunks, model)
-
-
-@on_ranks(1)
-def test_slices_are_refused(rank: int) -> None:
-    hf_models.initialise(1)
-    chunks = build_chunks(hf_models.make_config("llama"), "seq1f1b", num_sequence_slices=2)
-    with pytest.raises(ValueError, match="token_log_probs looks at whole sequences"):
-        token_log_probs(chunks, "seq1f1b", [{"input_ids": torch.zeros(1, 4, dtype=torch.long)}])

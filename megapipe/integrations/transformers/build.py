@@ -17,11 +17,10 @@ from ...plan import StageInfo
 from ...runtime import stages_for_rank
 from ...weight_grad import let_convert, transposed_linear
 from . import experts
-from .check import check_cut, check_slices
+from .check import check_cut
 from .cut import Crossing
 from .flow import Flow
 from .in_memory import config_and_dtype, copy_model
-from .sliced import IMPLEMENTATION, register
 from .stage import ChunkConfig, as_stage
 from .step import tie_weights
 from .whole import allocate, check_kind, has_towers, initialise, keep_in_float32, make_meta_model
@@ -91,11 +90,6 @@ def build_chunks(
     dtype = dtype or config.dtype or torch.float32
     settings = {"hidden_size": config.get_text_config().hidden_size, "calculate_per_token_loss": True, **settings}
     chunk_config = ChunkConfig(config, **settings)
-    if chunk_config.num_sequence_slices > 1:
-        register()
-        attn_implementation = IMPLEMENTATION
-        if not has_towers(config):
-            check_slices(config)
     ends = num_virtual_layers_pre, num_virtual_layers_post
     own = stages_for_rank(schedule, num_chunks=num_chunks)
     stages = [StageInfo(index, own[0].num_stages) for index in range(own[0].num_stages)]

@@ -14,14 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from ...plan import StageInfo
-from ...slices import CarriedState, SequenceSlice
 from .cut import CannotCutError, Crossing, Parts, Reached, find_parts
 from .flow import Course, Flow, Trial, borders_of, watched
 from .generation import compare_decoding
-from .sliced import IMPLEMENTATION
 from .stage import ChunkConfig, as_stage, is_for_first
 from .step import names_between_stages
 from .whole import classifier_of, initialise, make_meta_model, make_small_config, make_untouched
@@ -31,8 +28,6 @@ LARGE = 2**20
 
 ROUNDING = 1e-5
 """What gradients may differ by, relative to their norm, where the stages add up numbers in another order."""
-SLICED = 1e-3
-"""The same where sequences are in slices, whose attention is computed in another order."""
 
 Result = TypeVar("Result")
 
@@ -65,21 +60,10 @@ def check_cut(
     is_cut = len(layers) > 1 or text_only
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), _one_thread():
         torch.default_generator.manual_seed(0)
-        return _small(config, lambda size: _tried(_make_whole(size), layers, example, text_only, is_cut), "stages")
+        return _small(config, lambda size: _tried(_make_whole(size), layers, example, text_only, is_cut))
 
 
-def check_slices(config: Any) -> None:
-    """Compare the loss and all gradients with sequences in slices with those of whole ones.
-
-    Raises:
-        CannotCutError: they differ: layers hand on more than keys and values, or have attention of their own.
-    """
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _one_thread():
-        torch.default_generator.manual_seed(0)
-        _small(config, _sliced, "slices")
-
-
-def _small(config: Any, check: Callable[[Any], Result | str], parts: str) -> Result:
+def _small(config: Any, check: Callable[[Any], Result | str]) -> Result:
     """The result of a check of a small config. Raises CannotCutError where it is a text."""
     whole = make_meta_model(copy.deepcopy(config), torch.float32, "eager")
     find_parts(whole)
@@ -97,36 +81,8 @@ def _small(config: Any, check: Callable[[Any], Result | str], parts: str) -> Res
         except Exception as error:
             result = f"tried at a small size, it fails with {type(error).__name__}: {error}"
     if isinstance(result, str):
-        raise CannotCutError(f"{type(whole).__name__} cannot be cut into {parts}: {result}.")
+        raise CannotCutError(f"{type(whole).__name__} cannot be cut into stages: {result}.")
     return result
-
-
-def _sliced(config: Any) -> str | None:
-    """What is wrong where sequences are cut."""
-    config.output_router_logits = False  # with which slices are refused
-    whole, sliced = _make_whole(config), make_untouched(copy.deepcopy(config), torch.float32, IMPLEMENTATION).eval()
-    sliced.load_state_dict(whole.state_dict())
-    as_stage(sliced, StageInfo(0, 1), range(config.num_hidden_layers))
-    sliced.config = ChunkConfig(sliced.config, hidden_size=config.hidden_size)
-    tokens = torch.randint(config.vocab_size, (2, 6), device="cpu")
-    loss = whole(input_ids=tokens, labels=tokens, use_cache=False).loss
-    state, cuts = CarriedState(needs_grad=True), [SequenceSlice(0, 2, 0, 4), SequenceSlice(1, 2, 4, 2)]
-    losses = []
-    for this in cuts:
-        with state.forward(this):
-            losses.append(sliced(input_ids=tokens, labels=tokens))
-    if not torch.allclose(sum(losses), loss, rtol=SLICED, atol=0):
-        return f"its loss is {sum(losses):.6g} with slices and {loss:.6g} without"
-    for this, part in [*zip(cuts, losses)][::-1]:
-        with state.backward(this):
-            roots = [(get_gradient_edge(part), torch.ones_like(part)), *state.roots(this.index)]
-            ends, grads = zip(*roots)
-            torch.autograd.backward(ends, grads)
-    most = _largest_norm(gradients := _gradients(whole, loss))
-    for name, parameter in sliced.named_parameters():
-        if _distance(parameter.grad, gradients[name], most) > SLICED:
-            return f"{name} has another gradient with slices than without"
-    return None
 
 
 def _on_cpu(example: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,8 +72,6 @@ def generate(
     flow = chunks[0].flow
     if flow is not None and flow.cannot_generate:
         raise ValueError(f"{type(chunks[0]).__name__} cannot generate through a pipeline: {flow.cannot_generate}.")
-    if chunks[0].config.num_sequence_slices > 1:
-        raise ValueError("generate keeps keys and values of whole sequences: build chunks with num_sequence_slices=1.")
     pipeline = _Pipeline(chunks, schedule, num_microbatches)
     last = next((chunk for chunk in chunks if chunk.stage.is_last), None)
     devices = [pipeline.device] if pipeline.device.type == "cuda" else []

@@ -30,12 +30,7 @@ def token_log_probs(
     Returns:
         For each microbatch [sequences, tokens - 1] in float32, on every rank: the first number is that of the second
         token. Behind padding, and at the first token of a packed document, numbers mean nothing.
-
-    Raises:
-        ValueError: chunks were built for sequences in slices.
     """
-    if chunks[0].config.num_sequence_slices > 1:
-        raise ValueError("token_log_probs looks at whole sequences: build chunks with num_sequence_slices=1.")
 
     def forward_step(data_iterator: Iterator[Mapping[str, Any]], chunk: Any) -> tuple[Any, Any]:
         batch = {name: value for name, value in next(data_iterator).items() if name not in _OF_LOSSES}

@@ -15,12 +15,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from ... import slices
 from ...config import StepConfig
 from ...plan import StageInfo
 from .adapters import WithAdapters
 from .cut import Absent, Crossing, Parts, Reached, cut, find_parts, let_cross
 from .flow import Course, Flow
-from .sliced import of_slice
 
 CACHES = ("cache", "past_key_values")
 """The argument that holds keys and values: the first from transformers 5.24 on, the second before."""
@@ -147,7 +147,7 @@ class HuggingFaceStage(WithAdapters):
 
         Raises:
             ValueError: this stage was not given what does not travel (`cu_seq_lens_q`, a mask for each query), and the
-                first one was.
+                first one was; or sequences are cut into slices.
         """
         batch = {
             "input_ids": input_ids,
@@ -157,10 +157,11 @@ class HuggingFaceStage(WithAdapters):
             "num_items_in_batch": num_items_in_batch,
             **others,
         }
+        if slices.current() is not None:
+            raise ValueError(f"{type(self).__name__} sees whole sequences: leave num_sequence_slices at 1.")
         received = self._take_input()
         given = to_hand_on(batch) if self.stage.is_first else self._take_given(received, batch)
-        with of_slice(self, batch) as own:
-            return self._run(received, given, **own)
+        return self._run(received, given, **batch)
 
     def _run(
         self,
@@ -172,8 +173,7 @@ class HuggingFaceStage(WithAdapters):
         return_dict: bool | None = None,
         **batch: Any,
     ) -> Any:
-        """Run the stage on whole sequences or on a slice of them.
-
+        """
         Args:
             given: goes on to the next stage as it is.
         """

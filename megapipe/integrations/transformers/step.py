@@ -9,10 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ... import parallel_state, slices
+from ... import parallel_state
 from ...training import TiedWeights
 from .cut import CannotCutError
-from .sliced import shifted
 
 Batch = Mapping[str, Any]
 
@@ -50,9 +49,9 @@ def _loss_func(batch: Batch, loss: Tensor) -> Any:
 
 
 def _num_predicted(batch: Batch) -> Tensor:
-    """Tokens that the loss is a sum over, of a slice or of whole sequences. The models shift labels by themselves."""
-    count: Tensor = (slices.cut(shifted(batch), 1) != -100).sum()
-    return count
+    """Tokens that the loss is a sum over. The models shift labels by themselves."""
+    labels: Tensor = batch["labels"][..., 1:] if batch.get("shift_labels") is None else batch["shift_labels"]
+    return (labels != -100).sum()
 
 
 def count_items(microbatches: Sequence[Batch], group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
