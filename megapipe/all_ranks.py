@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from . import parallel_state
 from .failures import collective, text_of
+from .process_groups import all_gather_json
 
 
 class Phase:
@@ -65,7 +65,7 @@ class AllRanks:
         told: list[Any] = [[None if own is None else [type(own).__module__, type(own).__name__, text_of(own)], text]]
         if self.group is not None:
             with collective(self.what):
-                told = parallel_state.all_gather_json(told[0], self.group)
+                told = all_gather_json(told[0], self.group)
         if errors := [error for error, _ in told if error is not None]:
             raise _error(*errors[0]) from own
         phase.all = [json.loads(text) for _, text in told]

@@ -16,7 +16,7 @@ from tools.models import build, run
 from tools.ranks import on_ranks
 
 import megapipe
-from megapipe.parallel_state import all_gather_json
+from megapipe.process_groups import all_gather_json
 from megapipe.runtime.sharing import _Described
 
 PACKAGE = Path(megapipe.__file__).parent

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from .. import parallel_state
 from ..plan import Plan, RankStep, plan_of
+from ..process_groups import all_gather_json
 from ..timing import Clock, HostClock, LiveStorages, StepRecord, clock_of
 from .timeline import Timeline, as_json, measured_messages, read_rank
 
@@ -76,7 +77,7 @@ class TimelineRecorder:
         ranks: list[Any] = [[name, _clock_name(), own]]
         if dist.is_initialized():
             group = group or parallel_state.get_pipeline_model_parallel_group()
-            ranks = parallel_state.all_gather_json(ranks[0], group)
+            ranks = all_gather_json(ranks[0], group)
         found = [{number: read_rank(step) for number, step in steps} for *_, steps in ranks]
         return merge(ranks[0][0], [clock for _, clock, _ in ranks], found)
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
 
-from ..parallel_state import abort_process_groups
+from ..process_groups import abort_process_groups
 from . import helper_thread, positions
 from .errors import DisagreementError, NoResponseError, PipelineError
 from .progress import Progress, report

@@ -29,6 +29,7 @@ from ..chunks import (
     trained_parameters,
 )
 from ..failures import collective
+from ..process_groups import all_gather_json
 
 
 def clip_grad_norm_(
@@ -189,4 +190,4 @@ def _describe_nonfinite(models: Sequence[nn.Module], norm: Tensor, group: dist.P
 
 
 def _gather(own: list[str], group: dist.ProcessGroup) -> list[str]:
-    return [name for one in parallel_state.all_gather_json(own, group) for name in one]
+    return [name for one in all_gather_json(own, group) for name in one]

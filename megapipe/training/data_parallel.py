@@ -31,6 +31,7 @@ from ..chunks import (
     zero_gradient,
 )
 from ..failures import collective
+from ..process_groups import all_gather_json
 
 
 class GradientReducer:
@@ -210,7 +211,7 @@ def _check_same_on_replicas(chunks: Sequence[nn.Module], group: dist.ProcessGrou
         for number, chunk in enumerate(chunks)
         for name, p in named_parameters(chunk)
     ]
-    everybody = parallel_state.all_gather_json(own, group)
+    everybody = all_gather_json(own, group)
     for replica, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             first, other = dict(everybody[0]), dict(theirs)

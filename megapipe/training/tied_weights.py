@@ -18,6 +18,7 @@ from .. import parallel_state
 from ..chunks import Models, as_list, as_sharded, dense, gradient_of, local, named_parameters, zero_gradient
 from ..failures import collective
 from ..frameworks import Framework, Step, ties
+from ..process_groups import all_gather_json
 
 
 class TiedWeights:
@@ -67,7 +68,7 @@ class TiedWeights:
         own = [_Copy(name, rank, list(parameter.shape), _kind_of(parameter)) for name, parameter in found]
         everywhere = [own]
         if group is not None:
-            everywhere = parallel_state.all_gather_json(own, group)
+            everywhere = all_gather_json(own, group)
         copies = [_Copy(*copy) for one in everywhere for copy in one]
         _check(copies, names)
         self._num_copies = len(copies)
@@ -280,7 +281,7 @@ def _check(copies: list[_Copy], names: Sequence[str]) -> None:
 def _group_of(holders: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """The holders of this pipeline, on them. Torch wants every process to make every group, so replicas tell."""
     ranks = [dist.get_global_rank(group, holder) for holder in holders]
-    everybody = parallel_state.all_gather_json(ranks)
+    everybody = all_gather_json(ranks)
     own = None
     for members in sorted({tuple(one) for one in everybody}):
         if len(members) > 1:

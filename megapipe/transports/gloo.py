@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from ..p2p_communication import Channel, Lookahead, Transport
-from ..parallel_state import abort_gloo
 from ..plan import ChannelName
+from ..process_groups import abort_gloo
 from .channel import BackendChannel, Connecting, Members, ReceiveBufferPool
 from .outbox import Outbox
 

@@ -29,6 +29,7 @@ from megapipe.checkpoint.files import Writer, checkpoints_in
 from megapipe.checkpoint.fingerprints import fingerprint
 from megapipe.checkpoint.random_states import find_state
 from megapipe.checkpoint.reading import Reader
+from megapipe.process_groups import all_gather_json
 
 NUM_LAYERS, NUM_MICROBATCHES = 8, 4
 
@@ -481,7 +482,7 @@ def draws_of_places(rank: int, folder: Path) -> None:
         """What ranks draw next, by their stage and replica."""
         own = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
         by_place: dict[str, list[list[float]]] = {}
-        for place, numbers in parallel_state.all_gather_json([str(own), draw()]):
+        for place, numbers in all_gather_json([str(own), draw()]):
             by_place.setdefault(place, []).append(numbers)
         return by_place
 
@@ -631,8 +632,8 @@ def test_ranks_tell_each_other_three_times(rank: int, tmp_path: Path) -> None:
     its error, as JSON."""
     parallel_state.initialize_model_parallel(2)
     checkpointer = Checkpointer(tmp_path, nn.ModuleDict({str(rank): filled(1.0)}))
-    gather = mock.Mock(wraps=parallel_state.all_gather_json)
-    with mock.patch.object(parallel_state, "all_gather_json", gather):
+    gather = mock.Mock(wraps=all_gather_json)
+    with mock.patch("megapipe.all_ranks.all_gather_json", gather):
         for number, call in enumerate((lambda: checkpointer.save(1), lambda: checkpointer.save(2), checkpointer.load)):
             call()
             assert gather.call_count == 3 * (number + 1)

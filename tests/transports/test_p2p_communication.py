@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megapipe
-from megapipe import parallel_state
+from megapipe import process_groups
 from megapipe.messages import MessageSpec, TensorSpec, encode_header
 from megapipe.p2p_communication import (
     Channel,
@@ -267,7 +267,7 @@ def test_abort_reaches_past_a_connection_that_closes_meanwhile(rank: int) -> Non
             after_the_abort()
             return work
 
-        parallel_state.abort_gloo(SimpleNamespace(size=backend.size, rank=backend.rank, recv=receive))
+        process_groups.abort_gloo(SimpleNamespace(size=backend.size, rank=backend.rank, recv=receive))
     else:
         with pytest.raises(ConnectionLostError):
             channels.channel("forward", 1).receive(SINGLE).wait()

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ... import parallel_state
+from ...process_groups import all_gather_json
 from .trainer import PipelineMixin
 
 trl: Any = importlib.import_module("trl") if find_spec("trl") else None
@@ -35,7 +36,7 @@ class _Telling(PipelineMixin):
             group = parallel_state.get_pipeline_model_parallel_group()
             has_last = any(chunk.stage.is_last for chunk in self.chunks)
             own = {mode: dict(metrics) for mode, metrics in self._metrics.items()} if has_last else None
-            found = next(one for one in parallel_state.all_gather_json(own, group) if one is not None)
+            found = next(one for one in all_gather_json(own, group) if one is not None)
             for mode, metrics in found.items():
                 self._metrics[mode].clear()
                 self._metrics[mode].update(metrics)
