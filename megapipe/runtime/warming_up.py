@@ -17,14 +17,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..activations import restores_of
 from ..chunks import device_of, find_attribute, named_parameters, parameters_replaced, wrapped_in
 from ..frameworks import frameworks
 from ..messages import MessageSpec, can_have_gradient
 from ..p2p_communication import Transfer
-from ..plan import FORWARD, KINDS, WEIGHTS, Kind, Schedule
+from ..plan import FORWARD, KINDS, WEIGHTS, Schedule
 from ..stages import Call, UnitState, as_sent
 from ..structure import structure_of
 from .arguments import check_call, chunks_of, config_of, pipeline_group
@@ -42,13 +41,9 @@ def warm_up(
     num_microbatches: int,
     *,
     received: Any = None,
-    seq_length: int | None = None,
-    micro_batch_size: int | None = None,
-    decoder_seq_length: int | None = None,
-    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
     p2p_communicator: Any = None,
     pg_collection: Any = None,
-    pipeline_inputs: Any = None,
+    **sizes: Any,
 ) -> None:
     """Run each stage once on all ranks at the same time, so that what happens in a first run happens side by side.
 
@@ -62,7 +57,9 @@ def warm_up(
     forward changes them, are its own matter. Memory for the gradients of a chunk is needed meanwhile.
 
     Args:
-        schedule: what `get_forward_backward_func` returns. The other arguments are those of its steps, but for these:
+        schedule: what `get_forward_backward_func` returns.
+        forward_step_func, model, num_microbatches, p2p_communicator, pg_collection, sizes: as in its steps. Sizes are
+            `seq_length`, `micro_batch_size`, `decoder_seq_length`, `adjust_tensor_shapes_fn`, `pipeline_inputs`.
         microbatch: what `data_iterator` yields for one microbatch, on ranks that read data; otherwise None.
             `forward_step_func` gets an iterator that yields it again and again, or None for None.
         received: an example of the message that the chunks of this rank receive, as the stage before returns it: a
@@ -80,6 +77,8 @@ def warm_up(
     in_use = frameworks()
     with one_step(pipeline_group(in_use, pg_collection, p2p_communicator)) as session:
         models = chunks_of(model)
+        if len(models) > 1:  # as in steps
+            sizes["decoder_seq_length"] = None
         call = Call(
             forward_step_func,
             [None if microbatch is None else itertools.repeat(microbatch)] * len(models),
@@ -90,13 +89,9 @@ def warm_up(
             num_tokens=torch.zeros((), dtype=torch.float64, device=device_of(models)),
             structures=[*map(structure_of, models)],
             forward_only=schedule.forward_only,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=None if len(models) > 1 else decoder_seq_length,
-            pipeline_inputs=pipeline_inputs,
-            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
             schedule=schedule,
             frameworks=in_use,
+            **sizes,
         )
         check_call(call, len(session.ranks))
         runner = Runner(call_key(schedule, call), call, session)
@@ -110,15 +105,7 @@ def warm_up(
 
 
 def _refuse_what_cannot_be_left_alone(call: Call, runner: Runner) -> None:
-    models = call.models
-    for info, model in zip(runner.stages, models):
-        for module in model.modules():
-            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-                raise ValueError(
-                    f"stage {info.index} holds a {type(module).__name__}, whose parameters its first forward makes, "
-                    "but warm_up leaves nothing behind: give it its sizes, run it once before, or leave warm_up out."
-                )
-    is_ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for model in models for m in wrapped_in(model))
+    is_ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for model in call.models for m in wrapped_in(model))
     if is_ddp or any(extension.hides_gradients for extension in runner.extensions(call)):
         by = "DistributedDataParallel" if is_ddp else "fully_shard"
         raise ValueError(
@@ -136,10 +123,9 @@ def _inputs(call: Call, runner: Runner, received: Any) -> list[list[MessageSpec 
     for model, stage in zip(call.models, runner.stages):
         message = as_sent(received) if find_attribute(model, "finds_shapes") else received
         example = None if received is None else spec_of(message, "received must be")
-        described = [message_specs(model, stage, part)[0] or example for part in call.of_slices(call.slices)]
-        if stage.is_first:
-            described = [None] * len(described)
-        elif None in described:
+        parts = call.of_slices(call.slices)
+        described = [None if stage.is_first else message_specs(model, stage, part)[0] or example for part in parts]
+        if None in described and not stage.is_first:
             raise ValueError(
                 f"the message from stage {stage.index - 1} to stage {stage.index} is not described before the "
                 "first step, and without it the stage cannot run: pass warm_up received=, an example of it."
@@ -187,27 +173,22 @@ def _run(
         session.watchdog.check()
         session.watchdog.progress.action = f"the warm-up of stage {info.index}"
     own = {action.kind for action in runner.plan_key.plan.actions[runner.pp_rank] if action.stage == info.index}
-    extensions = runner.extensions(call)
+    backwards = [kind.name for kind in KINDS.values() if kind.name in own and kind.direction == "backward"]
     stage = runner.make_stages(call)[chunk]
     if chunk in runner.found_shapes:
         stage.output_specs = None  # what steps have found may change
-    runs = runs_of(stage, extensions)
+    runs = runs_of(stage, runner.extensions(call))
     extra = next(checkpoint_arguments(runner.plan_key, runner.pp_rank, call))
-    backwards: list[Kind | None] = [
-        kind for kind in KINDS.values() if kind.name in own and kind.direction == "backward"
-    ]
-    for backward in backwards or [None]:
-        done = []
-        for part, spec in enumerate(inputs):
-            done.append(unit := UnitState(0, part))
+    for backward in backwards or [""]:
+        units = [UnitState(0, part) for part in range(len(inputs))]
+        for unit, spec in zip(units, inputs):
             unit.received = None if spec is None else Transfer(spec, _random(spec, call.device))
             runs[FORWARD.name](unit, *extra)
-        while backward is not None and done:  # of slices, the last first
-            unit = done.pop()
+        for unit in units[::-1] if backward else ():  # of slices, the last first
             if unit.output is not None:
                 assert unit.output.spec is not None
                 unit.output_grads = _random(unit.output.spec.gradient_spec(), unit.output.tensors[0].device)
-            runs[backward.name](unit)
+            runs[backward](unit)
             if unit.deferred is not None:
                 runs[WEIGHTS.name](unit)
     stage.forget_input()
