@@ -57,10 +57,7 @@ def import_schedule(name: str) -> str:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(
-        min_pending_weights=args.min_pending_weights or 0,
-        max_pending_weights=args.max_pending_weights,
-        recompute=args.recompute is not None,
-        offload=args.offload,
+        min_pending_weights=args.min_pending_weights or 0, recompute=args.recompute is not None, offload=args.offload
     )
 
 

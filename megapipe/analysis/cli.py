@@ -61,7 +61,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--like": ("the schedule that it is to be, action by action: a name, or a file of a plan", {"metavar": "SCHEDULE"}),
     # Settings of the config
     "--min-pending-weights": ("Ws that stay pending until the last B is done, for the windows of --exchange", WEIGHTS),
-    "--max-pending-weights": ("most Ws that stay pending after a B", WEIGHTS),
     "--recompute": (
         "activations are computed again before each B (R), in time T, or that of F without it; at most one W is "
         "pending then",
@@ -93,7 +92,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Output
     "--all": ("show the schedules too that others beat", FLAG),
-    "--comms": ("list what each rank does, messages included", FLAG),
     "--width": ("columns of the timeline; default: the terminal's", NUMBER),
     "--save": (
         "write what the ending asks for. show: .csv or .json (the plan), .svg or .png (a picture), .trace.json (for "
@@ -134,13 +132,13 @@ class Command(NamedTuple):
     """The names of its options, those before / are needed."""
 
 
-PLAN = "--chunks --slices --min-pending-weights --max-pending-weights --recompute --offload --unsplit"
+PLAN = "--chunks --slices --min-pending-weights --recompute --offload --unsplit"
 CHOICE = "own --bytes --memory-limit --all --save"
 COMMANDS = {
     "show": Command(
         show,
         "draw one schedule, or a measured step above its plan",
-        f"schedule / --pp --microbatches {PLAN} --times --p2p --exchange --speeds --bytes --comms --width --save",
+        f"schedule / --pp --microbatches {PLAN} --times --p2p --exchange --speeds --bytes --width --save",
     ),
     "compare": Command(
         compare,

@@ -30,7 +30,7 @@ from .text import Form, bytes_in_words, listed, print_legend, print_timeline, sa
 from .timeline import Timeline, load_timeline
 
 SIZES = ("pp", "microbatches", "chunks", "slices")
-SETTINGS = ("min_pending_weights", "max_pending_weights", "recompute", "offload")
+SETTINGS = ("min_pending_weights", "recompute", "offload")
 TIMES = ("unsplit", "times", "p2p", "exchange", "speeds", "bytes")
 
 
@@ -54,10 +54,6 @@ def show(args: argparse.Namespace) -> None:
     else:
         used = _print_both(measured, simulation, args.width)
     print_legend(plan, used)
-    if args.comms:
-        for rank, events in enumerate(plan.events):
-            shown = [str(event) for event in events if event.action is not None or plan.peer(rank, event) is not None]
-            say(f"rank {rank}: " + " ".join(shown))
     if measured is None:
         _print_figures(plan, simulation, args.times[0])
     else:

@@ -79,13 +79,6 @@ def test_a_terminal_without_colours_shows_letters(monkeypatch: pytest.MonkeyPatc
     assert re.fullmatch(r"rank 0 ([FfBbWw]\d|[ .])+", terminal.getvalue().splitlines()[0])
 
 
-def test_show_messages(capsys: pytest.CaptureFixture[str]) -> None:
-    out = output_of(capsys, "show interleaved_1f1b --pp 1 --chunks 2 --microbatches 1 --comms")
-    assert "rank 0: 0F0 1F0 1B0 0B0\n" in out  # nothing travels
-    out = output_of(capsys, "show gpipe --pp 2 --microbatches 1 --comms")
-    assert "rank 0: 0F0 0SEND_F0 0RECV_B0 0B0\nrank 1: 1RECV_F0 1F0 1B0 1SEND_B0\n" in out
-
-
 @pytest.mark.parametrize("width", ["30", "200"])
 def test_the_timeline_fits_its_width(capsys: pytest.CaptureFixture[str], width: str) -> None:
     out = output_of(capsys, "show interleaved_1f1b --pp 4 --microbatches 16 --width", width)
@@ -200,10 +193,10 @@ def test_pending_weights_are_compared(capsys: pytest.CaptureFixture[str]) -> Non
     show = ("show", "zbv", "--pp", "8", "--microbatches", "32", *times)
     assert "step       103.188," in output_of(capsys, *show, "--min-pending-weights", "1")
     steps = []
-    for settings in ([], ["--min-pending-weights", "1"], ["--max-pending-weights", "0"]):
+    for settings in (["--min-pending-weights", "1"], []):
         out = output_of(capsys, "compare --pp 8 --microbatches 32", *times, *settings, "--all")
         steps.append(rows_of(out)["zbv"][0])
-    assert steps[1] < steps[0] < steps[2]
+    assert steps[0] < steps[1]
 
 
 def test_schedules_that_need_layers_that_defer_are_marked(capsys: pytest.CaptureFixture[str], recorded: str) -> None:
@@ -405,7 +398,7 @@ def test_no_line_is_longer_than_80_columns(
         ("show inference --pp 2 --microbatches 4 --times 0 1 1", "a step takes 0, which cannot be"),
         ("compare --pp 2 --microbatches 4 --memory-limit nan", "a number of microbatches, got nan"),
         ("compare --pp 2 --microbatches 4 --memory-limit -1", "a number of microbatches, got -1"),
-        ("compare --pp 2 --microbatches 4 --max-pending-weights -1", "of Ws from 0 on, got -1"),
+        ("compare --pp 2 --microbatches 4 --min-pending-weights -1", "of Ws from 0 on, got -1"),
         (f"tune {__file__}", "is no measured timeline: record one with config.record_timeline"),
     ],
 )
