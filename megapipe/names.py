@@ -124,7 +124,7 @@ NAMES: dict[str, dict[str, str]] = {
         "extension": "ActionFunction Extension",
         "loss": "Loss call_loss_func divide_loss",
         "notices": "NoGradientWarning TrainingWarning UnsplitBackwardWarning warn",
-        "overlapped": "Forward run_overlapped",
+        "overlapped": "Half run_overlapped",
         "pipeline_stage": "PipelineStage as_sent",
         "stage": "Stage",
         "unit": "UnitState edge_of",

@@ -106,12 +106,14 @@ class Offloading(Compared):
             if not self.is_of(stage, unit):
                 run(unit, *extra)
                 return
-            unit.kept_by[Offloading] = offload = self._begin(stage, unit)
-            # Also where nothing of it is used: memory that is copied to must not be freed.
-            unit.before_backward.append(offload.wait)
+            if (offload := unit.kept_by.get(Offloading)) is None:
+                unit.kept_by[Offloading] = offload = self._begin(stage, unit)
+                # Also where nothing of it is used: memory that is copied to must not be freed.
+                unit.before_backward.append(offload.wait)
             with offload.saving():
                 run(unit, *extra)
-            offload.begin()
+            if unit.parts is None:  # it is done
+                offload.begin()
 
         return forward
 

@@ -17,7 +17,7 @@ from ..messages import unshared
 from ..overlap import filling_windows
 from ..p2p_communication import Link
 from ..plan import FORWARD, KINDS, RECOMPUTE, WEIGHTS, Action, Kind, Verbs, actions_of, unit_in_words
-from ..stages import ActionFunction, Call, Extension, Forward, Stage, UnitState, run_overlapped
+from ..stages import ActionFunction, Call, Extension, Half, Stage, UnitState, run_overlapped
 from .first_step import FirstStep
 from .grad_sync import GradientSync
 from .monitor import Monitor
@@ -369,14 +369,16 @@ class Pipeline(Verbs):
             self._store_result(forward, forward_chunk, number, unit)
             forwards.send(forward, number)
 
-        begun = Forward(forwards.stage, unit, next(self._checkpoint_arguments), done)
+        first = Half(forwards.stage, forwards.runs[forward.name], unit)
+        extra = next(self._checkpoint_arguments)
         _, of_backward = self._next_action(backward.name, backward_chunk)
         other = backwards.actions[backward.name][of_backward]
         with self._monitor.at(other):
             in_flight = self._await(backward, backward_chunk, of_backward, other)
             self._post_large_receives(other)
             # Also for a BW, whose W is run by `_store_result`, after the input gradients are sent.
-            run_overlapped(begun, backwards.stage, backwards.runs["B"], in_flight, self._fill_window)
+            second = Half(backwards.stage, backwards.runs["B"], in_flight)
+            run_overlapped(first, extra, done, second, self._fill_window)
             self._store_result(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)
 

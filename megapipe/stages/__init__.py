@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .extension import ActionFunction, Extension
     from .loss import Loss, call_loss_func, divide_loss
     from .notices import NoGradientWarning, TrainingWarning, UnsplitBackwardWarning, warn
-    from .overlapped import Forward, run_overlapped
+    from .overlapped import Half, run_overlapped
     from .pipeline_stage import PipelineStage, as_sent
     from .stage import Stage
     from .unit import UnitState, edge_of

@@ -70,7 +70,8 @@ class Extension:
 
     def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
         """Called for each stage and kind of action. Returns `run`, or a wrapper of it. The wrapper is called when the
-        message of the action is there."""
+        message of the action is there. The F of an overlapped pair is called once for each of its parts, with
+        `unit.parts` None behind the last one."""
         return run
 
     def gradient_sync(self, make: Callable[..., Any]) -> Callable[..., Any]:

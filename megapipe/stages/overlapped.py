@@ -6,7 +6,7 @@ communication (megapipe.overlap).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,57 +17,58 @@ from .stage import Stage
 from .unit import UnitState
 
 
-class Forward(NamedTuple):
-    """A forward that is to be run while a backward is."""
+class Half(NamedTuple):
+    """The forward or the backward of a pair."""
 
     stage: Stage
+    run: ActionFunction
+    """The function of the action, with what options put around it."""
     unit: UnitState
-    """Its input has arrived already."""
-    extra: tuple[bool, ...]
-    done: Callable[[], None]
-    """Called at the end of the forward, when nothing else holds the output: then it is sent without a copy."""
+    """The message that the action needs has arrived already."""
 
 
 def run_overlapped(
-    forward: Forward, backward: Stage, run_backward: ActionFunction, unit: UnitState, fill: Callable[[UnitState], None]
+    forward: Half, extra: tuple[bool, ...], done: Callable[[], None], backward: Half, fill: Callable[[UnitState], None]
 ) -> None:
     """Run a forward in segments, in the overlap windows of a backward of another unit.
 
     If `forward_step_func` has run the whole forward at once, the two run one after the other.
 
     Args:
-        backward: the stage of the backward.
-        run_backward: the function of its B.
-        unit: the unit that goes backward.
+        extra: further arguments of the forward.
+        done: called at the end of the forward, when nothing else holds the output: then it is sent without a copy.
         fill: called with a unit in its windows in which the other action has nothing to run.
     """
-    stage = forward.stage
-    with filling_windows(lambda: fill(forward.unit)):
-        output, loss_func = stage.start_forward(forward.unit, *forward.extra)
-
-    def finish() -> None:
-        nonlocal output
-        returned, output = output, None
-        stage.finish_forward(forward.unit, returned, loss_func)
-        del returned
-        forward.done()
-
-    if not isinstance(output, Segments):
-        finish()
+    stage, unit = forward.stage, forward.unit
+    unit.parts = _parts(stage, unit, extra, done)
 
     def advance() -> None:
-        if output is None:
-            fill(unit)
+        if unit.parts is None:
+            fill(backward.unit)
             return
-        stage.show(forward.unit)
-        if not output.advance():
-            with torch.enable_grad():  # this may be inside of the backward
-                finish()
-        if stage is backward and unit.received is not None:
-            stage.show(unit)
+        forward.run(unit, *extra)
+        if stage is backward.stage and backward.unit.received is not None:
+            stage.show(backward.unit)
 
-    # The forward begins in the backward's first window, so one computes whenever the other's data is on its way.
-    with filling_windows(advance):
-        run_backward(unit)
-    while output is not None:
+    with filling_windows(lambda: fill(unit)):
         advance()
+    # The forward goes on in the backward's first window, so one computes whenever the other's data is on its way.
+    with filling_windows(advance):
+        backward.run(backward.unit)
+    while unit.parts is not None:
+        advance()
+
+
+def _parts(stage: Stage, unit: UnitState, extra: tuple[bool, ...], done: Callable[[], None]) -> Iterator[None]:
+    """Runs a forward, one part after the other: up to its first segment, and each of these."""
+    output, loss_func = stage.start_forward(unit, *extra)
+    is_under_way = isinstance(output, Segments)
+    while is_under_way:
+        yield
+        stage.show(unit)
+        is_under_way = output.advance()
+    with torch.enable_grad():  # this may be inside of the backward
+        stage.finish_forward(unit, output, loss_func)
+    del output, loss_func
+    unit.parts = None
+    done()

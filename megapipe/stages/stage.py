@@ -97,6 +97,9 @@ class Stage:
         Args:
             extra: the third argument of forward_step_func, if the config asks for one.
         """
+        if unit.parts is not None:
+            next(unit.parts, None)
+            return
         self._take_input(unit)
         try:
             returned = self.forward_step_func(self._data_iterator, self.module, *extra)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ class UnitState:
 
     microbatch: int
     slice: int = 0
+    parts: Iterator[None] | None = None
+    """What is left of its F, of which each call runs the next part; None where it is run at once."""
     received: Transfer | None = None
     """The input; None on the first stage. Kept for layers that are recomputed in the backward."""
     inputs: list[Tensor] = field(default_factory=list)

@@ -6,7 +6,7 @@ import itertools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tools.against import Received, same_as_whole
+from tools.against import Received, same_as_whole, use_groups
 from tools.models import (
     BATCH,
     HIDDEN,
@@ -35,7 +35,10 @@ from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from megapipe import PipelineError, StageInfo, schedule_names, stages_for_rank
+from megapipe import PipelineError, PipelineStage, StageInfo, get_forward_backward_func, schedule_names, stages_for_rank
+from megapipe.config import StepConfig
+from megapipe.overlap import in_segments, run_segments
+from megapipe.plan import make_plan
 from megapipe.transports.outbox import Outbox
 
 # Steps
@@ -260,6 +263,39 @@ def test_timers_and_profiler_ranges(rank: int) -> None:
     assert Counter(text.removeprefix("start ") for text in log if "start" in text) == Counter(
         text.removeprefix("stop ") for text in log if "stop" in text
     )
+
+
+class InSegments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_segments(self.forward_segments(x))
+
+    def forward_segments(self, x: Tensor) -> Generator[None, None, Tensor]:
+        for layer in self.layers:
+            yield
+            x = layer(x)
+        return x
+
+
+@on_ranks(1)
+def test_options_are_around_each_part_of_an_overlapped_forward(rank: int) -> None:
+    """They were around forwards that are run at once only: Megatron's timers had no time for those of pairs."""
+    log: list[str] = []
+    chunks = [PipelineStage(InSegments(), info) for info in stages_for_rank("dualpipev", 0, 1)]
+    chunks[0].config = chunks[1].config = StepConfig(timers=lambda name, log_level=0: Timer(name, log))
+
+    def step(data_iterator: Any, chunk: nn.Module) -> Any:
+        return in_segments(chunk, next(data_iterator)), lambda output: (output.sum(), 0)
+
+    use_groups()
+    get_forward_backward_func("dualpipev")(step, iter(torch.ones(4, 2, 4)), chunks, 4)
+    num_pairs = len(make_plan("dualpipev", 1, 4).program.pairs[0])
+    assert num_pairs
+    expected = 8 + num_pairs * len(chunks[0].module.layers) + num_pairs  # each of 3 stops, and the end
+    assert log.count("start forward-compute") == log.count("stop forward-compute") == expected
 
 
 @on_ranks(2)
