@@ -118,54 +118,50 @@ class ForwardBackward(Schedule):
                 `(output, loss_func)`. The loss function is used on the last stage only: `loss_func(output)` returns
                 `(loss, report)`, and the loss is divided by `num_microbatches`; or `(loss, num_tokens, report)`, and
                 it is divided by `num_tokens` and by `num_microbatches`, or by neither with `calculate_per_token_loss`.
-                If `config.num_sequence_slices` cuts sequences, both are called for each slice (`megapipe.slices` tells
-                which). The losses and token counts of the slices of a microbatch are added up.
-            data_iterator: passed to `forward_step_func`. A list holds one for each chunk. A single iterator is copied
-                (as by itertools.tee), so that every chunk sees all items. All slices of a microbatch get the items that
-                its first slice reads. On stages that read no data it may be None.
+                Where sequences are cut, both are called for each slice, and losses and counts are added up.
+            data_iterator: passed to `forward_step_func`; may be None where no data is read. A list holds one for each
+                chunk. A single one is copied: every chunk sees all items, and all slices of a microbatch the same.
             model: the rank's chunk, or the list of its chunks, in the order of `stages_for_rank`. A chunk after the
                 first stage has a method `set_input_tensor(input)`, as in Megatron. It is called before each forward,
                 and again before a backward that recomputes. `input` is [tensor], or the list, tuple or dict that the
-                previous stage returned. The chunk's `config` has the fields of `PipelineConfig`. Wrappers with an
-                attribute `module` may be around a chunk.
+                previous stage returned. Its `config` has `PipelineConfig`'s fields. It may be a wrapper's `module`.
             num_microbatches: any number from 1 on. May change from step to step.
             seq_length, micro_batch_size: the tensor between stages is [seq_length, micro_batch_size, hidden_size],
                 as in Megatron. If they are not passed and the model does not compute its shapes, shapes are found in
-                the first step. They are used again in all steps with the same values of these arguments.
-            decoder_seq_length: used in place of `seq_length` if a rank has one chunk. With several chunks it is
-                ignored, as by Megatron's interleaved schedule.
-            forward_only: no gradients; nothing is kept for a backward. The loss is not used then, so it may be a plain
-                number. On the last stage `loss_func` may be None; the outputs are returned then.
-            collect_non_loss_data: with `forward_only`, call `loss_func(output, non_loss_data=True)` and return what it
-                returns.
+                the first step with these arguments.
+            decoder_seq_length: used in place of `seq_length` if a rank has one chunk, as by Megatron.
+            forward_only: no gradients; nothing is kept for a backward. The loss may be a plain number, and `loss_func`
+                None on the last stage: outputs are returned then.
+            collect_non_loss_data: with `forward_only`, return what `loss_func(output, non_loss_data=True)` returns.
             first_val_step: with `forward_only`, whether to call the model's `set_is_first_microbatch`.
             adjust_tensor_shapes_fn: takes and returns the lists of shapes received and sent.
-            p2p_communicator, pg_collection: `pg_collection.pp` or `p2p_communicator.pp_group` is the pipeline's process
-                group; without both it is that of `parallel_state`.
+            p2p_communicator, pg_collection: have the pipeline's process group; without both it is `parallel_state`'s.
             force_all_reduce, pg_collection: passed on to `finalize_model_grads_func` if it takes them.
-            pipeline_inputs: the inputs of one step of the whole pipeline, for models that compute their shapes from
-                them. None stands for {"input_ids": [num_microbatches * micro_batch_size, seq_length]}.
+            pipeline_inputs: of one step of the whole pipeline, for models that compute their shapes from them. None
+                stands for {"input_ids": [num_microbatches * micro_batch_size, seq_length]}.
 
         Returns:
             On the rank of the last stage the reports, in microbatch order; on other ranks an empty list, unless
-            `config.broadcast_reports` is set. (Megatron's trainers read them on the last rank, and find them there
-            under V placement too.) The reports of the slices of a microbatch become one: tensors and numbers are added
-            up, of anything else the last is taken. Outputs returned in place of reports are a list, one for each slice.
+            `config.broadcast_reports` is set. The reports of the slices of a microbatch become one: tensors and numbers
+            are added up, of anything else the last is taken. Outputs in their place are a list, one for each slice.
 
         Raises:
-            ValueError, TypeError: arguments are wrong (raised before anything is computed), or ranks disagree on them
-                (raised on every rank).
+            ValueError, TypeError: arguments are wrong, or ranks disagree on them. Raised before anything is computed.
             PipelineError: when another rank failed, or a message did not come within `config.timeout` seconds.
         """
         arguments = {**locals()}
         del arguments["self"], arguments["others"]
-        for other in others:
-            meant = difflib.get_close_matches(other, StepOptions.__annotations__ | {"num_microbatches": int}, 1)
-            guess = f" (do you mean {meant[0]!r}?)" if meant else ""
-            raise TypeError(f"a schedule takes no argument {other!r}{guess}.")
+        if others:
+            raise _unknown(next(iter(others)))
         from .runtime import run_step  # with torch, which looking at schedules does without
 
         return run_step(self, **arguments)
+
+
+def _unknown(name: str) -> TypeError:
+    meant = difflib.get_close_matches(name, StepOptions.__annotations__ | {"num_microbatches": int}, 1)
+    guess = f" (do you mean {meant[0]!r}?)" if meant else ""
+    return TypeError(f"a schedule takes no argument {name!r}{guess}.")
 
 
 def schedule(

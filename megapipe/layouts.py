@@ -64,37 +64,46 @@ def distribute_layers(
         raise ValueError(f"a stage of {stage.num_stages} is one from 0 to {stage.num_stages - 1}, got {stage.index}.")
     if plan is None and (speeds is not None or activations is not None):
         raise ValueError("speeds and activations need the plan of the steps: pass plan=make_plan(schedule, ...).")
-    if layout is not None:
-        if plan is not None or costs is not None or num_virtual_layers_pre or num_virtual_layers_post:
-            raise ValueError("a layout says how many layers each stage holds: pass no costs or virtual layers with it.")
-        sizes = _sizes_of(layout, num_layers, stage.num_stages)
-    elif plan is not None:
-        if stage.num_stages != plan.pp_size * plan.num_chunks:
-            raise ValueError(
-                f"the plan has {plan.pp_size} ranks and {plan.num_chunks} chunks on each, but there are "
-                f"{stage.num_stages} stages: make it for the schedule, the ranks and the chunks that train."
-            )
-        ends = (num_virtual_layers_pre, num_virtual_layers_post)
-        sizes = _by_plan(plan, num_layers, ends, costs, speeds, memory, activations, memory_limit)
-    elif costs is not None:
-        limits = _limits(memory, memory_limit, num_layers, stage.num_stages)
-        if len(costs) != num_layers or min(costs, default=0) < 0:
-            raise ValueError(f"costs must be {num_layers} numbers from 0 on, one for each layer, got {list(costs)}.")
-        sizes = list(
-            fastest(
-                tuple(costs),
-                stage.num_stages,
-                (num_virtual_layers_pre, num_virtual_layers_post),
-                tuple(memory or [0.0] * num_layers),
-                limits,
-            )
-        )
-    else:
-        if memory is not None or memory_limit is not None:
-            raise ValueError("a memory limit needs the costs of layers, to choose among splits: pass costs.")
-        sizes = _even(num_layers, stage.num_stages, num_virtual_layers_pre, num_virtual_layers_post)
+    ends = (num_virtual_layers_pre, num_virtual_layers_post)
+    sizes = _sizes_by(
+        stage.num_stages, num_layers, ends, layout, plan, costs, speeds, memory, activations, memory_limit
+    )
     start = sum(sizes[: stage.index])
     return range(start, start + sizes[stage.index])
+
+
+def _sizes_by(
+    num_stages: int,
+    num_layers: int,
+    ends: tuple[float, float],
+    layout: str | Sequence[int] | None,
+    plan: Plan | None,
+    costs: Sequence[float] | None,
+    speeds: Sequence[float] | None,
+    memory: Sequence[float] | None,
+    activations: Sequence[float] | None,
+    memory_limit: float | Sequence[float] | None,
+) -> list[int]:
+    """How many layers each stage holds. Takes the arguments of `distribute_layers`."""
+    if layout is not None:
+        if plan is not None or costs is not None or any(ends):
+            raise ValueError("a layout says how many layers each stage holds: pass no costs or virtual layers with it.")
+        return _sizes_of(layout, num_layers, num_stages)
+    if plan is not None:
+        if num_stages != plan.pp_size * plan.num_chunks:
+            raise ValueError(
+                f"the plan has {plan.pp_size} ranks and {plan.num_chunks} chunks on each, but there are "
+                f"{num_stages} stages: make it for the schedule, the ranks and the chunks that train."
+            )
+        return _by_plan(plan, num_layers, ends, costs, speeds, memory, activations, memory_limit)
+    if costs is not None:
+        limits = _limits(memory, memory_limit, num_layers, num_stages)
+        if len(costs) != num_layers or min(costs, default=0) < 0:
+            raise ValueError(f"costs must be {num_layers} numbers from 0 on, one for each layer, got {list(costs)}.")
+        return list(fastest(tuple(costs), num_stages, ends, tuple(memory or [0.0] * num_layers), limits))
+    if memory is not None or memory_limit is not None:
+        raise ValueError("a memory limit needs the costs of layers, to choose among splits: pass costs.")
+    return _even(num_layers, num_stages, *ends)
 
 
 def _even(num_layers: int, num_stages: int, pre: float, post: float) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..messages import HEADER, MessageSpec
 from ..p2p_communication import HEADERS_AHEAD, Channels, Line, Link, LocalLink, Lookahead, Receiver, Sender
@@ -50,58 +51,82 @@ def links_around(
         lines: by peer; empty if the transport does not match messages by their order.
     """
     placement = key.schedule.placement
-    count, num_slices = key.num_microbatches, key.num_slices
-    local: defaultdict[int, tuple[Link, Link]] = defaultdict(lambda: (LocalLink(), LocalLink()))
+    stages = placement.stages(pp_rank, key.pp_size, key.num_chunks)
+    make = _Making(key, pp_rank, found_shapes, channels, lookahead, lines, forward_only)
+    around = []
+    for chunk, (stage, (received, sent)) in enumerate(zip(stages, specs)):
+        inputs, input_grads = make.below(chunk, stage, received)
+        outputs, output_grads = make.above(chunk, stage, sent)
+        around.append(Links(inputs, outputs, output_grads, input_grads))
+    return around
 
-    def receiver(kind: str, index: int, peer: int, specs: Sequence[MessageSpec], has_headers: bool = False) -> Receiver:
-        assert channels is not None
-        headers = None
-        if has_headers:
-            ahead = lookahead if HEADER in specs and not lines else HEADERS_AHEAD
-            headers = Receiver(channels.channel("header", index), peer, [HEADER] * num_slices, count, ahead)
-        line = lines.get(peer)
-        made = Receiver(channels.channel(kind, index), peer, specs, count, lookahead, headers, line)
-        if line is not None:
-            line.add(made, ChannelName(kind, index))
-        return made
 
-    def sender(kind: str, index: int, peer: int, has_headers: bool = False, replies: Receiver | None = None) -> Sender:
-        assert channels is not None
-        headers = channels.channel("header", index) if has_headers else None
-        line = lines.get(peer)
-        made = Sender(channels.channel(kind, index), peer, headers, replies, num_slices, line)
-        if line is not None:
-            line.add(made, ChannelName(kind, index))
-        return made
+@dataclass
+class _Making:
+    """Makes the links of one rank. Its fields are the arguments of `links_around`."""
 
-    def below(chunk: int, stage: StageInfo, received: Sequence[MessageSpec] | None) -> tuple[Link | None, Link | None]:
+    key: PlanKey
+    pp_rank: int
+    found_shapes: FoundShapes
+    channels: Channels | None
+    lookahead: Lookahead
+    lines: Mapping[int, Line]
+    forward_only: bool
+    local: defaultdict[int, tuple[Link, Link]] = field(
+        default_factory=lambda: defaultdict(lambda: (LocalLink(), LocalLink()))
+    )
+
+    def below(
+        self, chunk: int, stage: StageInfo, received: Sequence[MessageSpec] | None
+    ) -> tuple[Link | None, Link | None]:
         """The links of inputs and of input gradients."""
         index = stage.index - 1
         if stage.is_first:
             return None, None
-        peer = placement.rank(index, key.pp_size)
-        if peer == pp_rank:
-            return local[index]
-        has_headers = found_shapes.have_headers(chunk, received)
-        inputs = receiver("forward", index, peer, received or [HEADER] * num_slices, has_headers)
-        return inputs, sender("backward", index, peer)
+        peer = self.key.schedule.placement.rank(index, self.key.pp_size)
+        if peer == self.pp_rank:
+            return self.local[index]
+        has_headers = self.found_shapes.have_headers(chunk, received)
+        inputs = self._receiver("forward", index, peer, received or [HEADER] * self.key.num_slices, has_headers)
+        return inputs, self._sender("backward", index, peer)
 
-    def above(chunk: int, stage: StageInfo, sent: Sequence[MessageSpec] | None) -> tuple[Link | None, Link | None]:
+    def above(
+        self, chunk: int, stage: StageInfo, sent: Sequence[MessageSpec] | None
+    ) -> tuple[Link | None, Link | None]:
         """The links of outputs and of output gradients."""
         if stage.is_last:
             return None, None
-        peer = placement.rank(stage.index + 1, key.pp_size)
-        if peer == pp_rank:
-            return local[stage.index]
-        has_headers = found_shapes.have_headers(chunk, sent)
-        known = [] if sent is None or has_headers or forward_only else [spec.gradient_spec() for spec in reversed(sent)]
-        grads = receiver("backward", stage.index, peer, known)
-        return sender("forward", stage.index, peer, has_headers, None if forward_only else grads), grads
+        peer = self.key.schedule.placement.rank(stage.index + 1, self.key.pp_size)
+        if peer == self.pp_rank:
+            return self.local[stage.index]
+        has_headers = self.found_shapes.have_headers(chunk, sent)
+        is_known = sent is not None and not has_headers and not self.forward_only
+        known = [spec.gradient_spec() for spec in reversed(sent or ())] if is_known else []
+        grads = self._receiver("backward", stage.index, peer, known)
+        return self._sender("forward", stage.index, peer, has_headers, None if self.forward_only else grads), grads
 
-    around = []
-    for chunk, (stage, (received, sent)) in enumerate(
-        zip(placement.stages(pp_rank, key.pp_size, key.num_chunks), specs)
-    ):
-        (inputs, input_grads), (outputs, output_grads) = below(chunk, stage, received), above(chunk, stage, sent)
-        around.append(Links(inputs, outputs, output_grads, input_grads))
-    return around
+    def _receiver(
+        self, kind: str, index: int, peer: int, specs: Sequence[MessageSpec], has_headers: bool = False
+    ) -> Receiver:
+        assert self.channels is not None
+        headers, count = None, self.key.num_microbatches
+        if has_headers:
+            ahead = self.lookahead if HEADER in specs and not self.lines else HEADERS_AHEAD
+            channel = self.channels.channel("header", index)
+            headers = Receiver(channel, peer, [HEADER] * self.key.num_slices, count, ahead)
+        line = self.lines.get(peer)
+        made = Receiver(self.channels.channel(kind, index), peer, specs, count, self.lookahead, headers, line)
+        if line is not None:
+            line.add(made, ChannelName(kind, index))
+        return made
+
+    def _sender(
+        self, kind: str, index: int, peer: int, has_headers: bool = False, replies: Receiver | None = None
+    ) -> Sender:
+        assert self.channels is not None
+        headers = self.channels.channel("header", index) if has_headers else None
+        line = self.lines.get(peer)
+        made = Sender(self.channels.channel(kind, index), peer, headers, replies, self.key.num_slices, line)
+        if line is not None:
+            line.add(made, ChannelName(kind, index))
+        return made

@@ -52,26 +52,22 @@ def warm_up(
     other. Every rank of the pipeline calls it alike, at any time before a step; where models communicate by themselves
     (tensor parallelism, experts) all replicas do.
 
-    It changes nothing: gradients (`main_grad` too), buffers and random numbers (torch, Python, NumPy) are as before,
-    hooks of parameters are not called, and training goes on bit for bit as without it. A model's own attributes, if its
-    forward changes them, are its own matter. Memory for the gradients of a chunk is needed meanwhile.
+    It changes nothing but attributes that a model's forward changes: gradients (`main_grad` too), buffers and random
+    numbers (torch, Python, NumPy) are as before, hooks of parameters are not called, and training goes on bit for bit.
+    Memory for the gradients of a chunk is needed meanwhile.
 
     Args:
         schedule: what `get_forward_backward_func` returns.
         forward_step_func, model, num_microbatches, p2p_communicator, pg_collection, sizes: as in its steps. Sizes are
             `seq_length`, `micro_batch_size`, `decoder_seq_length`, `adjust_tensor_shapes_fn`, `pipeline_inputs`.
-        microbatch: what `data_iterator` yields for one microbatch, on ranks that read data; otherwise None.
-            `forward_step_func` gets an iterator that yields it again and again, or None for None.
-        received: an example of the message that the chunks of this rank receive, as the stage before returns it: a
-            tensor, or tensors in a list, tuple or dict. Only shapes and dtypes matter. It is needed after the first
-            stage where messages are described neither by the sizes below nor by the model
-            (`infer_stage_inputs_from_pipeline_inputs`), as those of a `PipelineStage`: for these, steps find shapes in
-            the first of them only, when stages have run.
+        microbatch: what `data_iterator` yields, on ranks that read data; otherwise None. It is yielded again and again.
+        received: an example of the message that the chunks of this rank receive, as the stage before returns it. Only
+            shapes and dtypes matter. It is needed after the first stage where neither sizes nor the model tell it
+            (`infer_stage_inputs_from_pipeline_inputs`), as with a `PipelineStage`.
 
     Raises:
-        ValueError, TypeError: for wrong arguments; where a message is not described; for parameters that are sharded by
-            `fully_shard`, wrapped in torch's DistributedDataParallel, without a shape yet (torch's lazy modules), or
-            reached by another way than their modules' attributes (a list, a closure).
+        ValueError, TypeError: for wrong arguments; where no message is described; for parameters without a shape, under
+            `fully_shard` or DistributedDataParallel, or not reached by their modules' attributes (a list, a closure).
         PipelineError: when another rank failed.
     """
     in_use = frameworks()
