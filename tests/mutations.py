@@ -36,7 +36,7 @@ IMPORTED_ONCE = ["torch._dynamo", "torch.distributed.checkpoint"]  # by this pro
 FORK: Any = multiprocessing.get_context("fork")
 ROOT = Path(__file__).parents[1]
 FIRST_DRAWN = 21  # the number of the first mistake that is drawn
-STOPPED = "stopped: no test has failed in this time"
+STOPPED = "in this time"
 OTHER = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"}
 OTHER |= {"in": "not in", "not in": "in"}
 SIGNS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
@@ -82,7 +82,7 @@ class Bug:
     """A bug that was mended, put back by its text."""
 
     story: str
-    tests: str
+    test: str
     file: str
     old: str
     new: str
@@ -176,20 +176,22 @@ def selected(one: Bug | Mistake) -> list[list[str]]:
     """The tests that are likely to catch it, those of its room, and those of numbers. Each of the three is a pytest of
     its own, since it reads all files that it is given before it begins."""
     inside = one.file.removeprefix("megapipe/").removesuffix(".py")
-    named = one.tests.split() if isinstance(one, Bug) else []
+    named = [one.test] if isinstance(one, Bug) else []
     mirrored = [
         str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob(f"test_{Path(one.file).stem}.py"))
     ]
     room = max((room for room in ROOMS if inside.startswith(room)), key=len)
     own = [*dict.fromkeys(named + mirrored + ROOMS[room])]
     others = [tests for tests in NUMBERS if tests not in own and not inside.startswith(ALONE)]
-    likely = own[: max(2, len(named + mirrored))]
-    return [tests for tests in (likely, own[len(likely) :], others) if tests]
+    likely = named or own[: max(2, len(mirrored))]
+    return [tests for tests in (likely, [tests for tests in own if tests not in likely], others) if tests]
 
 
 def first_failure(copy: Path, tests: list[str], patience: float) -> tuple[str | None, str]:
     """The first test that fails, and the last line of its error; None where none does, and why."""
     there = [test for test in tests if (copy / test.split("::")[0]).exists()]
+    if not there:
+        return None, "gone"
     with tempfile.TemporaryFile("w+") as out:
         run = FORK.Process(target=run_tests, args=(copy, there, out.fileno()))
         run.start()
@@ -297,10 +299,10 @@ def summarise(done: dict[int, dict[str, Any]], earlier: dict[int, dict[str, Any]
     same = {number for number, record in done.items() if record.get("equivalent")}
     gone = {number for number, record in done.items() if record.get("gone")}
     left = done.keys() - caught - same - gone
-    print(f"{len(caught)} caught, {len(left)} not: {sorted(left)}; {len(same)} change nothing; gone: {sorted(gone)}")
-    lost = [number for number, record in earlier.items() if record.get("caught_by") and number in left]
-    if earlier:
-        print(f"caught before and not now: {lost}")
+    print(f"{len(caught)} caught, {len(left)} not; {len(same)} change nothing: {sorted(same)}; gone: {sorted(gone)}")
+    for number in sorted(left):
+        was = "caught before, not now" if earlier.get(number, {}).get("caught_by") else "not caught"
+        print(f"{number:3} {was} {done[number]['why']}")
 
 
 if __name__ == "__main__":

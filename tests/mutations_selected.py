@@ -36,7 +36,7 @@ ROOMS = {
     "gradients": [f"{_T}/test_data_parallel.py", f"{_T}/test_tied_weights.py"],
     "graph": ["tests/graph", f"{_I}/test_tensor_parallel.py"],
     "graph/symbols": ["tests/graph/test_graph_experts.py", "tests/graph/test_graph_reads.py", "tests/graph"],
-    "graph/side_effects": ["tests/graph/test_graph_refusals.py", "tests/graph"],
+    "graph/side_effects": ["tests/graph/test_graph_refusals.py", "tests/graph/test_graph_capture.py"],
     "integrations": [f"{_I}/test_split.py"],
     "integrations/megatron": [f"{_I}/test_megatron.py", f"{_I}/test_megatron_experts.py", f"{_I}/test_installed.py"],
     "integrations/torch_pipelining": [f"{_I}/test_torch_pipelining.py"],
@@ -55,6 +55,7 @@ ROOMS = {
     "integrations/transformers/trainer": [f"{_I}/test_trainer.py"],
     "layouts": ["tests/test_layouts.py"],
     "messages": ["tests/test_trees.py", f"{_R}/test_boundary.py", f"{_R}/test_pipeline.py"],
+    "options/activations": [f"{_R}/test_offload.py", f"{_R}/test_recompute.py"],
     "options/autocast": [f"{_R}/test_sliced.py", f"{_R}/test_recompute.py", "tests/test_config.py"],
     "options/post_validation": [f"{_T}/test_post_validation.py"],
     "options/slicing": [f"{_R}/test_sliced.py", "tests/slices"],
@@ -80,10 +81,18 @@ ROOMS = {
     "training": ["tests/training"],
     "transports": ["tests/transports/test_devices.py", "tests/transports"],
     "trees": ["tests/test_trees.py", f"{_R}/test_pipeline.py"],
+    "weight_grad/grouped": [
+        "tests/weight_grad/test_products.py",
+        "tests/graph/test_graph_experts.py",
+        "tests/weight_grad",
+    ],
     "weight_grad": ["tests/weight_grad/test_deferred.py", "tests/weight_grad/test_layers.py", "tests/weight_grad"],
     "weights_out": [f"{_I}/test_weights_of_transformers.py"],
 }
 """By the room of the changed file, or the beginning of its path: the quickest and likeliest first."""
 
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "megapipe/graph/function.py, _as_captured: device is None or autocast_dtype(device) is None -> "
+    "((device is None) and (autocast_dtype(device) is None))": "autocast is switched off where it is off already"
+}
 """Drawn mistakes that change nothing, each with the reason. Another one is drawn in the place of each."""
