@@ -1,7 +1,12 @@
+import gc
 from collections.abc import Iterator
 
 import pytest
 from tools.ranks import RankPool
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported: else each collection looks at all of it
 
 
 @pytest.fixture(scope="session")

@@ -141,8 +141,9 @@ class PlanRecorder(Verbs):
         self._check_chunk(verb, chunk)
         event = self._event(verb, chunk, self._advance(verb, chunk), is_forward)
         # What the first of a pair made is sent as soon as it is there.
-        is_behind_pair = event.sends and [is_overlapped(half.verb) for half in self.events[-2:]] == [True, True]
-        is_made = is_behind_pair and (self.events[-2].stage, self.events[-2].is_forward) == (event.stage, is_forward)
+        last = self.events[-2:] if event.sends else []
+        is_behind_pair = len(last) == 2 and is_overlapped(last[1].verb) and is_overlapped(last[0].verb)
+        is_made = is_behind_pair and (last[0].stage, last[0].is_forward) == (event.stage, is_forward)
         self.events.insert(len(self.events) - is_made, event)
 
     def _check_chunk(self, verb: str, chunk: int | None) -> None:

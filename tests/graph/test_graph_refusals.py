@@ -287,6 +287,7 @@ LATER: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "dropout": (lambda m: setattr(m[0].dropout, "p", 0.0), r"0.dropout.p, which was 0.25 then, is 0.0 now"),
     "an adapter": (lambda m: setattr(m[0], "_disable_adapters", True), "0._disable_adapters, which was False"),
     "a number": (lambda m: m[0].scaling.update(default=2.0), r"0.scaling, which was \(\('default', 0.5\),\) then"),
+    "a forward": (lambda m: setattr(m[0].base, "forward", lambda x: x), "0.base has another forward than then"),
     "a class": (lambda m: setattr(m[0].base, "__class__", Other), "its part 0.base has another type than then"),
     "a module": (lambda m: m.append(nn.Tanh()), "its part Tanh has been exchanged, added or removed"),
 }

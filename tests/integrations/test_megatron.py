@@ -242,6 +242,22 @@ def test_chunks_for_v_placement(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_gradients_of_calls_in_a_v_add_up(rank: int) -> None:
+    """Both copies of a tied embedding hold the sum of the first call, which the second one summed again."""
+    chunks = megapipe.integrations.megatron.build_model_chunks(provider(megatron(2, 2), True), "zbv")
+    trained = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    of_calls = []
+    for numbers in ([0], [1], [0, 1]):
+        for parameter in trained:
+            parameter.grad = None
+        for number in numbers:
+            step(megapipe.get_forward_backward_func("zbv"), chunks, batches(4, number), forward_step_func=forward_step)
+        of_calls.append([parameter.grad.clone() for parameter in trained if parameter.grad is not None])
+    for first, second, both in zip(*of_calls, strict=True):
+        torch.testing.assert_close(both, first + second)
+
+
+@on_ranks(2)
 def test_functions_at_the_stages_of_a_v(rank: int) -> None:
     """As Megatron's trainer calls what it is given, with its own idea of where the chunk is."""
     config = megatron(2, 2)

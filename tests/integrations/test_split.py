@@ -482,7 +482,7 @@ class Seq2Seq(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("kind", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("kind", ["t5", pytest.param("bart", marks=pytest.mark.soak), "whisper"])
 def test_encoder_decoders_of_transformers(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes: dict[str, Any] = {"d_model": 16, "vocab_size": 32, "decoder_start_token_id": 0, "pad_token_id": 0}

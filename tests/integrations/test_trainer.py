@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tools.ranks import RankPool
+from tools.ranks import RankPool, on_ranks
 
 pytest.importorskip("accelerate")
 
@@ -83,6 +83,22 @@ def test_a_run_goes_on_under_another_schedule(ranks: RankPool, tmp_path: Path) -
     (got, _) = ranks.run(2, run_pipeline, 2, tmp_path / "resumed", "zbv", {**case, "resume": saved})
     assert len(got["logs"]) < len(through["logs"])
     trainers.assert_same({**got, "logs": []}, {**through, "logs": []})
+
+
+@on_ranks(1)
+def test_all_chunks_of_a_rank_are_checkpointed(rank: int, tmp_path: Path) -> None:
+    """The trainer switches it on in the one module that it is given."""
+    with trainers.started(rank, 1):
+        trainer = PipelineTrainer(
+            model=trainers.make_model(),
+            args=trainers.arguments(tmp_path, gradient_checkpointing=True, max_steps=1),
+            data_collator=trainers.collate,
+            train_dataset=trainers.samples(8),
+            eval_dataset=trainers.samples(2),
+            schedule="zbv",
+        )
+        trainer.train()
+        assert [chunk.is_gradient_checkpointing for chunk in trainer.chunks] == [True, True]
 
 
 # What is refused

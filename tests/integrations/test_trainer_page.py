@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("accelerate")
 
+from tools.ranks import RankPool
+from tools.trainers import started
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/tutorials/trainer.md").read_text()
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
 
 def scripts() -> tuple[str, str]:
-    """The plain one, and the one for four ranks; of four steps instead of twenty."""
+    """The plain one, and the one for four ranks; of four steps instead of twenty, with shorter rows."""
     plain = re.search(r"```py\n(.*?)```", PAGE, re.DOTALL)[1]  # type: ignore[index]
-    for line, fewer in (("max_steps=20", "max_steps=4"), ("eval_steps=10", "eval_steps=2"), ("_steps=5", "_steps=1")):
+    fewer_steps = {"max_steps=20": "max_steps=4", "eval_steps=10": "eval_steps=2", "_steps=5": "_steps=1"}
+    for line, fewer in {**fewer_steps, "at + 128": "at + 32", "200_000, 128": "50_000, 32"}.items():
         assert line in plain
         plain = plain.replace(line, fewer)
     lines = re.search(r"```diff\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()  # type: ignore[index]
@@ -33,24 +34,25 @@ def scripts() -> tuple[str, str]:
     return plain, changed
 
 
-def run(folder: Path, script: str, *launcher: str) -> list[dict[str, float]]:
+def run_on_rank(rank: int, world_size: int, folder: Path, script: str) -> None:
+    os.chdir(folder)
+    with started(rank, world_size):
+        exec(compile(script, "train.py", "exec", dont_inherit=True), {"__name__": "__main__"})
+
+
+def run(ranks: RankPool, num_ranks: int, folder: Path, script: str) -> list[dict[str, float]]:
     """What was logged."""
     folder.mkdir()
-    (folder / "train.py").write_text(script)
-    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "HF_HUB_OFFLINE": "1"}
-    environment = {**os.environ, **own, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "train.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    ranks.run(num_ranks, run_on_rank, num_ranks, folder, script)
     assert (folder / "trained" / "model.safetensors").exists()
     state = json.loads((folder / "out" / "checkpoint-4" / "trainer_state.json").read_text())
     return list(state["log_history"])
 
 
-def test_two_lines_are_changed_and_the_losses_stay(tmp_path: Path) -> None:
+def test_two_lines_are_changed_and_the_losses_stay(ranks: RankPool, tmp_path: Path) -> None:
     plain, changed = scripts()
     assert sum(a != b for a, b in zip(plain.splitlines(), changed.splitlines())) == 2
-    want, got = run(tmp_path / "plain", plain), run(tmp_path / "pipeline", changed, *TORCHRUN)
+    want, got = run(ranks, 1, tmp_path / "plain", plain), run(ranks, 4, tmp_path / "pipeline", changed)
     assert len(want) == len(got) == 6
     for one, other in zip(want, got):
         for name in {"loss", "eval_loss", "learning_rate", "epoch"} & one.keys():

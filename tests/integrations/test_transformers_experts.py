@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from megapipe.weight_grad import DeferredGrads
 
 skip_without_tracer()
 
-KINDS = ("deepseek-v3", "qwen3-moe", "mixtral")
+EACH = [("deepseek-v3", "grouped_mm"), ("qwen3-moe", "batched_mm"), ("mixtral", "megapipe")]
+"""Each kind, and each implementation. All pairs of them: `make soak`."""
+PAIRS = EACH + [
+    pytest.param(kind, experts, marks=pytest.mark.soak)
+    for kind, experts in itertools.product(*zip(*EACH))
+    if (kind, experts) not in EACH
+]
 OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
 
 
@@ -38,8 +45,7 @@ def gradients(chunk: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in chunk.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "megapipe"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "experts"), PAIRS)
 @on_ranks(1)
 def test_captured(rank: int, name: str, experts: str) -> None:
     hf_models.initialise(1)

@@ -35,7 +35,8 @@ def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "phi3"])  # of files that are alike, split and joined
+# Of files that are alike, split and joined.
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", pytest.param("phi3", marks=pytest.mark.soak)])
 @on_ranks(4)
 def test_two_sharded_replicas_in_a_v(rank: int, name: str, tmp_path: Path) -> None:
     """What each rank gets is what the whole model would save: under the names of files, tied ones once."""

@@ -147,6 +147,25 @@ def test_found_messages_are_those_between_two_ranks(rank: int) -> None:
         train(schedule, chunks)
 
 
+@on_ranks(3)
+def test_a_new_peer_has_not_seen_the_messages(rank: int, tmp_path: Path) -> None:
+    """Under the second plan stage 0 sends to another rank, where stage 1 is new. What it had sent to the first one was
+    known at one end of the boundary only, so all later steps were refused."""
+    use_groups()
+    kept: dict[int, PipelineStage] = {}
+    for name, order in {"a": (0, 1, 2), "b": (0, 2, 1)}.items():
+        path = tmp_path / str(rank) / f"{name}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"{stage}F0 {stage}B0\n" for stage in order))
+        (info,) = stages_for_rank(str(path))
+        chunk = kept.setdefault(
+            info.index, PipelineStage(layer(info.index), info, PipelineConfig(broadcast_reports=True))
+        )
+        reports = train(str(path), [chunk], 1)
+        expected = nn.Sequential(*map(layer, range(3)))(*data(1)[0])
+        assert torch.equal(torch.as_tensor(reports[0]), mean_square(expected))
+
+
 # Steps that are called alike
 
 

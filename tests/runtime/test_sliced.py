@@ -78,7 +78,11 @@ def test_shapes_of_other_slices_are_found(rank: int) -> None:
 def test_slices_in_autocast(rank: int) -> None:
     options = {"enable_autocast": True, "autocast_dtype": torch.bfloat16, "pipeline_dtype": torch.float32}
     (chunk,) = build("seq1f1b", **options)
+    computed: list[torch.dtype] = []
+    linear = next(module for module in chunk.modules() if isinstance(module, nn.Linear))
+    linear.register_forward_hook(lambda module, args, output: computed.append(output.dtype))
     run("seq1f1b", chunk, 2, (3, 3))
+    assert set(computed) == {torch.bfloat16}
     model, _ = whole(2, (3, 3))
     largest = max(p.grad.norm() for p in model.parameters)
     assert_same_gradients([chunk], model.stages, atol=0.05 * largest.item())

@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 MAX_RANKS = 4
 PATIENCE = 240  # seconds until a test counts as hung: many times what the slowest takes, as machines may be busy
 MOST_THREADS = 150  # of a rank: pipelines that have failed are not freed
 ENDS_WITHIN = 20  # seconds: threads of gloo end a moment after their process groups
-# torch.optim and torch.manual_seed import torch's compiler. megapipe itself comes from wherever the tests find it.
+# torch.optim and torch.manual_seed import torch's compiler.
 IMPORTED_ONCE = ["pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint"]
 IMPORTED_WHERE_TESTED = {
     "transformers": "transformers.modeling_utils",
@@ -104,12 +105,15 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         tested = [module for package, module in IMPORTED_WHERE_TESTED.items() if package in sys.modules]
-        context.set_forkserver_preload(IMPORTED_ONCE + tested)  # what is not installed is passed over
+        own = [name for name in sys.modules if name.partition(".")[0] in ("megapipe", "cases", "tools")]
+        context.set_forkserver_preload(IMPORTED_ONCE + tested + own)  # what is not installed is passed over
+        path = os.pathsep.join(sys.path)  # the process that they are forks of looks nowhere else
         for _ in range(self._size):
             jobs, jobs_end = context.Pipe()
             control, control_end = context.Pipe()
             process = context.Process(target=_work, args=(jobs_end, control_end, self._store.port), daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, PYTHONPATH=path):
+                process.start()
             jobs_end.close()
             control_end.close()
             self._workers.append((process, jobs, control))
@@ -173,9 +177,6 @@ def _meet(store: Any, rank: int, num_ranks: int, backend: str = "gloo") -> None:
 def _shut_down() -> None:
     import torch.distributed as dist
 
-    # A thread of gloo's may be about to free the last collective's tensors. For that it needs the GIL, which some torch
-    # (2.6) holds while it waits for that thread to end.
-    time.sleep(0.005)
     dist.destroy_process_group()
 
 
@@ -211,6 +212,9 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
     timing.for_mistakes = 60.0  # but a machine may be busy
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
+    CACHES.extend(caches())
+    gc.freeze()  # what is imported: else each collection looks at all of it
+    gc.set_threshold(10_000, 20, 20)
     before = held()
     while True:
         try:
@@ -283,6 +287,7 @@ MAY_STAY = of_groups(6) + Counter(
     }
 )
 """What a process makes once, and keeps, and the process groups of what it did last."""
+CACHES: list[Any] = []
 FIRST_MESH = of_groups(2)
 """Torch keeps process groups of the first mesh that DTensors were on, out of reach of Python."""
 
@@ -350,9 +355,9 @@ def _forget_meshes() -> None:
 
 
 def caches() -> list[Any]:
-    """Those of torch.distributed."""
+    """Those of torch.distributed: the ones found before what was there was frozen, and later ones."""
     found = [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper]
-    return [one for one in found if str(one.__module__).startswith("torch.distributed.")]
+    return CACHES + [one for one in found if str(one.__module__).startswith("torch.distributed.")]
 
 
 def _answer(control: Connection, main_thread: int) -> None:

@@ -33,13 +33,18 @@ class Keeping(nn.Module):
 
 def by_torch(chunk: nn.Module) -> nn.Module:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return torch.compile(DistributedDataParallel(chunk, process_group=alone))  # nothing is compiled before it is called
+    return compiled(DistributedDataParallel(chunk, process_group=alone))
+
+
+def compiled(module: Any) -> Any:
+    """Nothing is compiled before it is called; the backend of its own would be imported here."""
+    return torch.compile(module, backend="eager")
 
 
 def test_what_is_no_wrapper_keeps_its_names() -> None:
     """A module with a child called `module` and parameters beside it is a model, not a wrapper."""
     model = nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
-    for wrapped in (model, torch.compile(model), Keeping(model), Keeping(torch.compile(Keeping(model)))):
+    for wrapped in (model, compiled(model), Keeping(model), Keeping(compiled(Keeping(model)))):
         assert unwrap(wrapped) is model
         names = [name for name, _ in named_parameters(wrapped)]
         assert names == ["module.weight", "module.bias", "head.weight", "head.bias"]
