@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megapipe.analysis.fit import Estimate, estimate
-from megapipe.analysis.job import Job, Layout
+from megapipe.analysis.fit_job import Job, Layout
 from megapipe.analysis.transformer import Latent, Transformer, decoder
 
 

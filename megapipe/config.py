@@ -352,7 +352,7 @@ OPTIONS = (
     Option("megapipe.options.post_validation:PostValidation", "post_validated_optimizer"),
     Option("megapipe.options.slicing:Slices", "num_sequence_slices"),
     Option("megapipe.options.timers:Timers", "timers"),
-    Option("megapipe.options.timers:Timeline", "record_timeline"),
+    Option("megapipe.options.timers:RecordTimeline", "record_timeline"),
 )
 """All options, in the order in which their wrappers are nested: the last one is outermost."""
 

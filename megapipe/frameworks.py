@@ -21,7 +21,7 @@ class AroundForward(NamedTuple):
     """Called after each."""
 
 
-class Step(NamedTuple):
+class AgreedStep(NamedTuple):
     """A step on which all ranks have agreed."""
 
     call: Any
@@ -67,11 +67,11 @@ class Framework:
         """Called before anything is done, in a training step of chunks in which anything is not as in an earlier step.
         May raise ValueError."""
 
-    def around_loops(self, step: Step) -> AbstractContextManager[None]:
+    def around_loops(self, step: AgreedStep) -> AbstractContextManager[None]:
         """Entered before the loops of a step, and left when they are done, or have failed."""
         return nullcontext()
 
-    def around_finalizing(self, step: Step) -> AbstractContextManager[None]:
+    def around_finalizing(self, step: AgreedStep) -> AbstractContextManager[None]:
         """Entered on every rank when the loops of a step are done, and left when gradients are finalized."""
         return nullcontext()
 

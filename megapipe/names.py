@@ -52,15 +52,15 @@ NAMES: dict[str, dict[str, str]] = {
         "watchdog": "Watchdog check_failures collective single_rank_step",
     },
     "megapipe.graph": {
+        "backward_split": "SplitBackward WeightGradient split_di_dw",
         "captured": "CapturedStage capture",
         "compile": "compile_graph",
         "errors": "CaptureError",
         "fsdp_collectives": "ShardedJoint split_fsdp_collectives",
-        "joint": "Joint trace_joint",
+        "joint_graph": "Joint trace_joint",
         "multiplexing": "multiplex",
         "partitioning": "Partition partition recompute",
         "side_effects": "setting_no_random_state",
-        "split": "SplitBackward WeightGradient split_di_dw",
     },
     "megapipe.integrations.transformers": {
         "build": "build_chunks",

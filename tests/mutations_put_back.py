@@ -36,7 +36,7 @@ PUT_BACK = [
     (
         "A W that takes rows which a mask has chosen did not get their number, which only the backward knows.",
         "tests/graph/test_graph_experts.py",
-        "megapipe/graph/symbols.py",
+        "megapipe/graph/symbolic_sizes.py",
         'enumerate(node.meta["val"].shape):',
         "enumerate(()):",
     ),

@@ -35,7 +35,7 @@ ROOMS = {
     "frameworks": [f"{_R}/test_step.py", f"{_I}/test_megatron.py"],
     "gradients": [f"{_T}/test_data_parallel.py", f"{_T}/test_tied_weights.py"],
     "graph": ["tests/graph", f"{_I}/test_tensor_parallel.py"],
-    "graph/symbols": ["tests/graph/test_graph_experts.py", "tests/graph/test_graph_reads.py", "tests/graph"],
+    "graph/symbolic_sizes": ["tests/graph/test_graph_experts.py", "tests/graph/test_graph_reads.py", "tests/graph"],
     "graph/side_effects": ["tests/graph/test_graph_refusals.py", "tests/graph/test_graph_capture.py"],
     "integrations": [f"{_I}/test_split.py"],
     "integrations/megatron": [f"{_I}/test_megatron.py", f"{_I}/test_megatron_experts.py", f"{_I}/test_installed.py"],
@@ -92,7 +92,7 @@ ROOMS = {
 """By the room of the changed file, or the beginning of its path: the quickest and likeliest first."""
 
 EQUIVALENT: dict[str, str] = {
-    "megapipe/graph/function.py, _as_captured: device is None or autocast_dtype(device) is None -> "
+    "megapipe/graph/autograd_function.py, _as_captured: device is None or autocast_dtype(device) is None -> "
     "((device is None) and (autocast_dtype(device) is None))": "autocast is switched off where it is off already"
 }
 """Drawn mistakes that change nothing, each with the reason. Another one is drawn in the place of each."""

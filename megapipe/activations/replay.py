@@ -4,8 +4,8 @@ Autograd's graph is made in the forward, with empty places where it would have s
 in the same order, which go into the places; what else it computes is dropped. So backward, its hooks and split weight
 gradients know nothing of it, and may begin with what a replay has made long before.
 
-A replay is right where a call is a function of what is kept of it: its arguments and `State`. So the first one of each
-chunk is compared with its forward, to the last bit.
+A replay is right where a call is a function of what is kept of it: its arguments and `StateBefore`. So the first one of
+each chunk is compared with its forward, to the last bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ..chunks import unwrap, wrapped_in
 from .saver import Fingerprint, Saver, as_it_is, check_version, first_difference
-from .state import State
+from .state import StateBefore
 
 WORKSPACE = torch.uint8
 """The dtype of what kernels of recurrent layers save for themselves: parts of it they leave as memory was."""
@@ -63,7 +63,7 @@ class Replay:
         self._module, self._name = module, type(module).__name__
         self._call: Callable[..., Any] | None = call
         self._given = args, kwargs
-        self._state: State | None = State(module, device)
+        self._state: StateBefore | None = StateBefore(module, device)
         self._is_compared = is_compared
         self._places: list[weakref[_Place]] = []
         self._made: list[Fingerprint] = []

@@ -28,7 +28,7 @@ _OF_ALL_MODULES = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl
 """Attributes that say nothing of one module, or through which it is called."""
 
 
-class State:
+class StateBefore:
     """What a call of a module reads, as it is before the call.
 
     Args:

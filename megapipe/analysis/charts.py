@@ -8,8 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import KINDS, Action, Plan, RankStep, Simulation, Span, Standstill
-from .cells import DARK, LIGHT, Level, cells_of, held_by_plan, ink_on, kinds_in, levels_in_bytes, levels_of, shade_of
 from .text import bytes_in_words
+from .timeline_cells import (
+    DARK,
+    LIGHT,
+    Level,
+    cells_of,
+    held_by_plan,
+    ink_on,
+    kinds_in,
+    levels_in_bytes,
+    levels_of,
+    shade_of,
+)
 
 TITLES = ("measured: waits for messages in grey, the host in white", "by the plan")
 

@@ -14,12 +14,12 @@ import megapipe
 
 from .. import schedules as schedules  # registers them
 from ..plan import nearest
-from .choose import compare, tune
+from .compare_command import compare, tune
 from .fit_command import fit_command
 from .progress import telling
 from .prove_command import prove_command
-from .show import show
-from .status import status
+from .show_command import show
+from .status_command import status
 from .text import is_closed
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .transformer import INSTEAD, NUMBERS, Layer, Transformer, layer_of
+from .transformer import INSTEAD, NUMBERS, LayerCosts, Transformer, layer_of
 
 
 def build(kind: str, path: str | Path) -> Any:
@@ -75,7 +75,7 @@ def _layers(model: Any, config: Any) -> nn.ModuleList:
     return max(lists, key=lambda one: sum(parameter.numel() for parameter in one.parameters()))
 
 
-def _layer(layer: nn.Module, hidden: int, config: Any, seen: set[nn.Parameter]) -> Layer:
+def _layer(layer: nn.Module, hidden: int, config: Any, seen: set[nn.Parameter]) -> LayerCosts:
     """One layer, its parameters counted where they are not seen yet. What layers share multiplies a token in each."""
     shapes: dict[bool, list[Sequence[int]]] = {False: [], True: []}
     weights = {False: 0, True: 0}

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from ..layouts import distribute_layers, fastest, shortest
 from ..plan import Costs, Plan, Settings, StageBytes, StageInfo, find_schedule, make_plan, simulate
-from .job import Job, Layout
+from .fit_job import Job, Layout
 from .progress import doing
-from .transformer import Layer
+from .transformer import LayerCosts
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 SPLIT_SCHEDULES = ("zb1p", "interleaved_zb1p", "zbv", "v_half", "v_min")
@@ -198,7 +198,7 @@ def _times(job: Job, layout: Layout, sizes: Sequence[int]) -> list[StageTimes]:
     return [_times_of(job, layout, stage, size, stage is stages[-1]) for stage, size in zip(stages, sizes)]
 
 
-def _times_of(job: Job, layout: Layout, stage: Layer, layers: int, is_last: bool) -> StageTimes:
+def _times_of(job: Job, layout: Layout, stage: LayerCosts, layers: int, is_last: bool) -> StageTimes:
     tp, cp, ep = layout.tp, layout.cp, layout.ep
     tokens = layout.microbatch * job.sequence / cp
     per_token = tokens / tp / job.flops / job.efficiency

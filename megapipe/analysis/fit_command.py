@@ -6,9 +6,9 @@ import argparse
 import json
 
 from ..plan import nearest
-from .arguments import parse_bytes, speeds_of
+from .command_options import parse_bytes, speeds_of
 from .fit import Estimate, fit
-from .job import Job
+from .fit_job import Job
 from .models import NAMES, by_numbers, read_config
 from .progress import doing
 from .text import bytes_in_words, print_table, say

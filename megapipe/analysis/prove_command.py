@@ -14,11 +14,11 @@ import megapipe
 
 from ..plan import Costs, Plan, Settings, Simulation, find_schedule, schedule_names, simulate
 from ..proving import ScheduleProof, Size, prove_schedule
-from .arguments import Memory, import_schedule
 from .charts import save_picture, save_standstill
-from .choose import PLAIN, all_schedules, front_of
+from .command_options import Memory, import_schedule
+from .compare_command import PLAIN, all_schedules, front_of
 from .progress import doing
-from .show import show_standstill
+from .show_command import show_standstill
 from .text import listed, print_legend, print_table, print_timeline, say
 
 ENDINGS = (".md", ".svg", ".png", ".json")

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import NamedTuple, TextIO
 
 from ..plan import KINDS, Action, Plan, Span, Standstill
-from .cells import Cell, cells_of, ink_on, kinds_in, shade_of
+from .timeline_cells import Cell, cells_of, ink_on, kinds_in, shade_of
 
 PREFIXES = "kMGTP"
 

@@ -37,7 +37,7 @@ NUMBERS = {
 INSTEAD = "give its numbers instead, such as hidden_size=4096 num_hidden_layers=32"
 
 
-class Layer(NamedTuple):
+class LayerCosts(NamedTuple):
     """What a layer has and takes for a token, or the sums over several layers.
 
     Attributes:
@@ -78,7 +78,7 @@ def layer_of(
     choices: int,
     attention: tuple[float, float],
     dropout: bool = False,
-) -> Layer:
+) -> LayerCosts:
     """A layer without biases, by the shapes of its matrices: those of `experts` routed experts, and all others.
 
     Args:
@@ -95,7 +95,7 @@ def layer_of(
     # The inputs of attention, of the MLP and of two norms; masks; the inputs and outputs of experts.
     others = (8 + 2 * dropout + 4 * choices) * hidden
     saved = 2 * (kept + kept_by_all * share) + others
-    return Layer(own + 2 * hidden, all_routed, own, all_routed * share, saved, *attention, choices)
+    return LayerCosts(own + 2 * hidden, all_routed, own, all_routed * share, saved, *attention, choices)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Transformer:
         experts: routed experts of a layer that has some.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerCosts, ...]
     hidden: int
     vocabulary: int
     heads: int
@@ -123,23 +123,23 @@ class Transformer:
     experts: int = 0
 
     @cached_property
-    def _sums(self) -> list[Layer]:
+    def _sums(self) -> list[LayerCosts]:
         """What the first layers sum up to: none, one, two, and so on."""
-        return [*itertools.accumulate(self.layers, _plus, initial=Layer())]
+        return [*itertools.accumulate(self.layers, _plus, initial=LayerCosts())]
 
     @property
-    def whole(self) -> Layer:
+    def whole(self) -> LayerCosts:
         """All layers."""
         return self._sums[-1]
 
-    def stages(self, sizes: Iterable[int]) -> list[Layer]:
+    def stages(self, sizes: Iterable[int]) -> list[LayerCosts]:
         """The layers of each stage, summed up.
 
         Args:
             sizes: how many each has.
         """
         ends = [self._sums[number] for number in itertools.accumulate(sizes, initial=0)]
-        return [Layer(*(b - a for a, b in zip(*pair))) for pair in itertools.pairwise(ends)]
+        return [LayerCosts(*(b - a for a, b in zip(*pair))) for pair in itertools.pairwise(ends)]
 
     @property
     def weights(self) -> float:
@@ -169,8 +169,8 @@ class Transformer:
         return 4.0 * self.vocabulary + 4.0 * self.hidden
 
 
-def _plus(one: Layer, other: Layer) -> Layer:
-    return Layer(*(a + b for a, b in zip(one, other)))
+def _plus(one: LayerCosts, other: LayerCosts) -> LayerCosts:
+    return LayerCosts(*(a + b for a, b in zip(one, other)))
 
 
 class Latent(NamedTuple):

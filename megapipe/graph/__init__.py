@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
+    from .backward_split import SplitBackward, WeightGradient, split_di_dw
     from .captured import CapturedStage, capture
     from .compile import compile_graph
     from .errors import CaptureError
     from .fsdp_collectives import ShardedJoint, split_fsdp_collectives
-    from .joint import Joint, trace_joint
+    from .joint_graph import Joint, trace_joint
     from .multiplexing import multiplex
     from .partitioning import Partition, partition, recompute
     from .side_effects import setting_no_random_state
-    from .split import SplitBackward, WeightGradient, split_di_dw
 
 __all__ = [
     "CaptureError",

@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_map
 
 from ..activations import restores_of, undoing_changes
 from ..chunks import as_sharded
-from .arguments import Arguments, Structure
+from .autograd_function import Graphs, OfferedForward, offering, run_forward
+from .captured_arguments import Arguments, TensorTree
 from .errors import CaptureError
-from .function import Graphs, OfferedForward, offering, run_forward
-from .joint import trace_joint
+from .joint_graph import trace_joint
+from .module_state import Mode, ModuleState, SharedOut
 from .partitioning import partition
 from .partitioning import recompute as cut_to_recompute
 from .side_effects import refusing_side_effects
-from .state import Mode, SharedOut, State
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class _StageGraphs:
         self._loss_fn = loss_fn
         self._cut = cut_to_recompute if recomputes else partition
         self._compiles = compiles
-        self._state = State(module)
+        self._state = ModuleState(module)
         self._refuse_lazy()
         self._sets_input = hasattr(module, "set_input_tensor")
         self._signature = inspect.signature(self._class.forward)
@@ -225,14 +225,14 @@ class _StageGraphs:
     def _capture(self, tensors: list[Tensor]) -> Graphs:
         state = self._state
         self._refuse_shards(tensors)
-        outputs: list[Structure] = []
+        outputs: list[TensorTree] = []
         shared_out = SharedOut(tensors)
 
         def function(*flat: Tensor) -> tuple[Tensor, ...]:
             named = {f"module.{name}": tensor for name, tensor in zip(state.names, shared_out.whole(flat))}
             value = self._arguments.structure.fill(flat[len(state.names) :])
             output = torch.func.functional_call(_Holder(self._module, self._call), named, (value,))
-            structure, flat_output = Structure.of(output)
+            structure, flat_output = TensorTree.of(output)
             self._check_output(structure, flat_output)
             outputs.append(structure)
             return tuple(flat_output)
@@ -245,7 +245,7 @@ class _StageGraphs:
             for restore in restores_of(torch.device("cpu"), [self._module]):  # for tensors that are not registered
                 around.callback(restore)
             examples = [
-                tensor.detach().requires_grad_(tensor.requires_grad) for tensor in Structure.of(self._example)[1]
+                tensor.detach().requires_grad_(tensor.requires_grad) for tensor in TensorTree.of(self._example)[1]
             ]
             around.enter_context(torch.enable_grad())
             parts_of = [
@@ -297,7 +297,7 @@ class _StageGraphs:
             self._module.__class__ = captured_class
         return output if self._loss_fn is None else self._loss_fn(output, target)
 
-    def _check_output(self, output: Structure, tensors: Sequence[Tensor]) -> None:
+    def _check_output(self, output: TensorTree, tensors: Sequence[Tensor]) -> None:
         if any(as_sharded(tensor) is not None for tensor in tensors):
             raise CaptureError(
                 f"{self._what} cannot be captured: it returns a DTensor, and stages hand over plain tensors: return "

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .multiplexing import PART, communicates
-from .symbols import OneMode, is_symbolic
+from .symbolic_sizes import OneMode, is_symbolic
 
 logger = logging.getLogger(__name__)
 

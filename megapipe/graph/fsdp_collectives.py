@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
-from .joint import Joint
+from .joint_graph import Joint
 from .nodes import ancestors, extract, is_start, is_wait
 
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..overlap import wait_in_window
 from .nodes import Boxed, is_read, is_start, is_wait
-from .reads import finish_in_window
+from .size_reads import finish_in_window
 
 PART = "megapipe_part"
 """The key in a node's `meta` for its graph: "forward" or "backward"."""

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils.flop_counter import flop_registry
 
-from .symbols import is_symbolic
+from .symbolic_sizes import is_symbolic
 
 _aten = torch.ops.aten
 # Besides matrix products, convolutions and attention: gradients of tables, as large as the table.
@@ -103,7 +103,7 @@ def is_read(node: Node) -> bool:
 
 
 _READS = ("megapipe.start_read.default", "megapipe.finish_read.default")
-"""Operators of `reads.py`."""
+"""Operators of `size_reads.py`."""
 
 
 def _is_collective(node: Node) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .joint import Joint
+from .joint_graph import Joint
 from .nodes import (
     ancestors,
     dependents,
@@ -30,7 +30,7 @@ from .nodes import (
     num_bytes,
     storage_of,
 )
-from .symbols import is_check, is_size, sizes_in
+from .symbolic_sizes import is_check, is_size, sizes_in
 
 
 @dataclass(frozen=True)

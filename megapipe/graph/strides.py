@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from .arguments import laid_out
-from .symbols import is_symbolic
+from .captured_arguments import laid_out
+from .symbolic_sizes import is_symbolic
 
 _KERNELS = (
     "aten::native_group_norm",

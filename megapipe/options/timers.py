@@ -40,7 +40,7 @@ class Timers(Extension):
             timer.stop()
 
 
-class Timeline(Extension):
+class RecordTimeline(Extension):
     """Records the times of a training step, or of a step of a schedule without backwards."""
 
     def takes_part(self, call: Call) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from .. import parallel_state
 from ..chunks import device_of
-from ..frameworks import Step, frameworks
+from ..frameworks import AgreedStep, frameworks
 from ..plan import AnySchedule, Schedule, StageInfo, find_schedule
 from ..stages import Call, Extension
 from ..structure import structure_of
@@ -108,7 +108,7 @@ def _run_among(
     pp_size = len(session.ranks)
     last_stage = runner.plan_key.schedule.placement.rank(pp_size * len(call.models) - 1, pp_size)
     share: Callable[..., Any] = functools.partial(session.share, source=last_stage, device=call.device)
-    step = Step(call, session.pp_rank, pp_size, last_stage, keywords, share)
+    step = AgreedStep(call, session.pp_rank, pp_size, last_stage, keywords, share)
     with ExitStack() as stack:
         for framework in call.frameworks:
             stack.enter_context(framework.around_loops(step))

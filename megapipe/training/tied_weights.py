@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import parallel_state
 from ..chunks import Models, as_list, as_sharded, dense, gradient_of, local, named_parameters, zero_gradient
 from ..failures import collective
-from ..frameworks import Framework, Step, ties
+from ..frameworks import AgreedStep, Framework, ties
 from ..process_groups import all_gather_json
 
 
@@ -221,14 +221,14 @@ class _InSteps(Framework):
             one.check_owned(models)
 
     @contextmanager
-    def around_loops(self, step: Step) -> Iterator[None]:
+    def around_loops(self, step: AgreedStep) -> Iterator[None]:
         with ExitStack() as stack:
             for one in [] if step.call.forward_only else self._of(step.call.models):
                 stack.enter_context(one.around_loops())
             yield
 
     @contextmanager
-    def around_finalizing(self, step: Step) -> Iterator[None]:
+    def around_finalizing(self, step: AgreedStep) -> Iterator[None]:
         tied = self._of(step.call.models)
         for one in tied:
             one.is_summed = False

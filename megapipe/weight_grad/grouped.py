@@ -19,7 +19,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .aliasing import SavedTensor, save_for_w
 from .deferred import is_capturing
-from .layer_base import Layer, add, as_autocast, autocast_dtype, can_defer, deferred_gradient, once_differentiable
+from .layer_base import (
+    LayerFunction,
+    add,
+    as_autocast,
+    autocast_dtype,
+    can_defer,
+    deferred_gradient,
+    once_differentiable,
+)
 from .products import add_weight_gradient, cast
 
 
@@ -50,7 +58,7 @@ def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Sequence[int] |
     return _GroupedLinear.apply(x, weight, _as_tensor(tokens_per_expert))  # type: ignore[no-any-return]
 
 
-class _GroupedLinear(Layer):
+class _GroupedLinear(LayerFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         x, cast_weight, _ = as_autocast(x, weight, None)

@@ -43,7 +43,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-class Layer(Function):
+class LayerFunction(Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """The call without torch's own search for what transforms of torch.func have left behind, which takes longer

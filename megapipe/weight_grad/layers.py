@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .aliasing import SavedTensor, save_for_w
-from .layer_base import Layer, add, as_autocast, can_defer, deferred_gradient, once_differentiable
+from .layer_base import LayerFunction, add, as_autocast, can_defer, deferred_gradient, once_differentiable
 from .products import add_weight_gradient, cast, rows, weight_gradient
 
 
@@ -59,7 +59,7 @@ def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) ->
     return _Embedding.apply(tokens, weight, padding_idx)  # type: ignore[no-any-return]
 
 
-class _Linear(Layer):
+class _Linear(LayerFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
@@ -86,7 +86,7 @@ class _Linear(Layer):
         return grad_x, deferred_gradient(ctx, 1, ctx.weight, compute, add_to), grad_bias
 
 
-class _TransposedLinear(Layer):
+class _TransposedLinear(LayerFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.weight = weight
@@ -115,7 +115,7 @@ def _add_linear(x: SavedTensor, grad: SavedTensor, target: Tensor) -> None:
     add_weight_gradient(target, rows(x.get()), rows(grad.get()))
 
 
-class _Embedding(Layer):
+class _Embedding(LayerFunction):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         ctx.weight = weight

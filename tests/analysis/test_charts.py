@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from tools.measured import as_measured
 
 from megapipe.analysis import save_picture
-from megapipe.analysis.cells import DARK, LIGHT, ink_on, levels_of
+from megapipe.analysis.timeline_cells import DARK, LIGHT, ink_on, levels_of
 from megapipe.plan import KINDS, make_plan
 
 

@@ -14,9 +14,9 @@ from tools.measured import as_measured
 
 import megapipe
 from megapipe.analysis import Timeline
-from megapipe.analysis.cells import cells_of
 from megapipe.analysis.cli import main
 from megapipe.analysis.text import forms_of, text_rows
+from megapipe.analysis.timeline_cells import cells_of
 from megapipe.plan import KINDS, Settings, StageBytes, find_schedule, load_plan, make_plan, registry
 
 

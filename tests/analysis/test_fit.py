@@ -12,7 +12,7 @@ import pytest
 from benchmarks.published import TABLES
 from megapipe.analysis.cli import main
 from megapipe.analysis.fit import _sizes, _times, estimate, fit, stage_bytes
-from megapipe.analysis.job import Job, Layout
+from megapipe.analysis.fit_job import Job, Layout
 from megapipe.analysis.transformer import Transformer, decoder
 from megapipe.plan import Costs, Settings, make_plan, simulate
 

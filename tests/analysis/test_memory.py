@@ -9,8 +9,8 @@ from tools.ranks import RankPool
 
 import megapipe
 from megapipe.analysis import TimelineRecorder, bytes_of_stages
-from megapipe.analysis.arguments import Memory, parse_bytes
-from megapipe.analysis.choose import front_of
+from megapipe.analysis.command_options import Memory, parse_bytes
+from megapipe.analysis.compare_command import front_of
 from megapipe.analysis.text import bytes_in_words
 from megapipe.plan import Plan, Settings, StageBytes, StageInfo, make_plan
 from megapipe.timing import LiveStorages

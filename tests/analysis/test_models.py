@@ -11,7 +11,7 @@ import torch
 
 from megapipe.analysis.counting import count
 from megapipe.analysis.models import PLAIN, by_numbers, read_config
-from megapipe.analysis.transformer import Latent, Layer, Transformer, decoder
+from megapipe.analysis.transformer import Latent, LayerCosts, Transformer, decoder
 
 LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA |= {"intermediate_size": 14336, "vocab_size": 128256}
@@ -43,7 +43,7 @@ def same(one: Transformer, other: Transformer) -> None:
         if field.name != "layers":
             assert getattr(one, field.name) == pytest.approx(getattr(other, field.name), rel=1e-3), field.name
     for layer, by_formula in zip(one.layers, other.layers, strict=True):
-        for name, found, expected in zip(Layer._fields, layer, by_formula):
+        for name, found, expected in zip(LayerCosts._fields, layer, by_formula):
             assert found == pytest.approx(expected, rel=2e-3), name
 
 

@@ -33,7 +33,7 @@ JOB = "--devices=1 --sequence=64 --batch=1 --memory=1GB --flops=1e12 --efficienc
     [
         (
             "compare --pp=2 --microbatches=2",
-            "choose.record_plan",
+            "compare_command.record_plan",
             "megapipe compare: playing gpipe on 2 ranks with 2 microbatches; 0 plans are done ...",
         ),
         (f"fit {MODEL} {JOB}", "fit.estimate", "megapipe fit: 0 of 2 layouts tried, 0 kinds fit ..."),

@@ -15,7 +15,7 @@ from tools.ranks import RankPool
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megapipe.analysis.cli import main
-from megapipe.analysis.status import _within
+from megapipe.analysis.status_command import _within
 from megapipe.failures import TIMING, board, read_positions
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx import GraphModule
 
 from megapipe import graph
-from megapipe.graph import capture, joint, multiplex, partition, reads, split_fsdp_collectives, trace_joint
+from megapipe.graph import capture, joint_graph, multiplex, partition, size_reads, split_fsdp_collectives, trace_joint
 from megapipe.graph.multiplexing import PART
 from megapipe.graph.nodes import is_compute_bound, is_wait
 from megapipe.overlap import filling_windows
@@ -173,7 +173,7 @@ def test_the_host_waits_while_the_device_has_the_other_part(rank: int) -> None:
     """Counted in the graph of a pair: products of the other part between the start and the wait of an exchange, and of
     a read of sizes. A forward waits eight times here, and a backward four times, so some are left alone. On the CPU no
     tensor is on an accelerator, so all are taken to be."""
-    with mock.patch.object(reads, "_is_on_accelerator", lambda node: isinstance(node.meta["val"], Tensor)):
+    with mock.patch.object(size_reads, "_is_on_accelerator", lambda node: isinstance(node.meta["val"], Tensor)):
         captured = [capture(make_stage(dist.group.WORLD, 2, seed), (tokens(12),)) for seed in range(2)]
     eager = [make_stage(dist.group.WORLD, 2, seed) for seed in range(2)]
     assert differing(in_pairs(rank, captured, together=True), in_pairs(rank, eager, together=False)) == []
@@ -336,7 +336,7 @@ def test_what_a_stage_says_of_its_sizes_is_checked_in_each_forward() -> None:
 
 
 def test_a_dense_stage_is_traced_without_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint, "SizesRead", None)
+    monkeypatch.setattr(joint_graph, "SizesRead", None)
     stage = capture(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU()), (tokens(6),))
     assert stage(tokens(6)).shape == (6, HIDDEN)
 

@@ -7,7 +7,7 @@ from tools.device import needs_devices, on_lazy_device
 from tools.device import ranks as ranks
 from tools.ranks import RankPool
 
-from megapipe.graph.reads import finish_read, start_read
+from megapipe.graph.size_reads import finish_read, start_read
 
 pytestmark = needs_devices
 

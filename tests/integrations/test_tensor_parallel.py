@@ -30,7 +30,7 @@ from torch.nn import Embedding
 from megapipe import StageInfo, TiedWeights, clip_grad_norm_, parallel_state, stages_for_rank
 from megapipe.checkpoint import Checkpointer
 from megapipe.chunks import gradient_like
-from megapipe.graph import capture, function
+from megapipe.graph import autograd_function, capture
 from megapipe.overlap import in_segments
 from megapipe.weight_grad import DeferredGrads
 
@@ -339,7 +339,7 @@ def check_captured(
     in_pairs = schedule in ("dualpipev", "combined_zb1p") and weights_per_window > 0
     with (
         mock.patch.object(DeferredGrads, "compute_next", noting(DeferredGrads.compute_next, products)),
-        mock.patch.object(function, "multiplex", side_effect=function.multiplex) as multiplexed,
+        mock.patch.object(autograd_function, "multiplex", side_effect=autograd_function.multiplex) as multiplexed,
     ):
         captured_step(schedule, chunks, in_segments if in_pairs else torch.nn.Module.__call__)
     assert multiplexed.called == in_pairs

@@ -13,8 +13,8 @@ from tools.measured import as_measured
 from tools.torchs import torch_order, torchs_schedule
 
 from megapipe.analysis import load_timeline
-from megapipe.analysis.cells import kinds_in
 from megapipe.analysis.recorder import merge
+from megapipe.analysis.timeline_cells import kinds_in
 from megapipe.plan import (
     Action,
     Event,

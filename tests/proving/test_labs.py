@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megapipe.analysis import as_text
-from megapipe.analysis.arguments import import_schedule
+from megapipe.analysis.command_options import import_schedule
 from megapipe.plan import make_plan, registry
 from megapipe.proving import check_sizes
 

@@ -84,7 +84,7 @@ def test_the_first_step_compiles_nothing_more(rank: int, compiler: str) -> None:
 
     info = StageInfo(0, 1)
     if compiler == "capture":
-        mock.patch("megapipe.graph.function.compile_graph", compile_graph).start()
+        mock.patch("megapipe.graph.autograd_function.compile_graph", compile_graph).start()
         module: nn.Module = graph.capture(Graphed(info), (torch.zeros(BATCH, WIDTH),), compile="inductor")
     else:
         module = torch.compile(Graphed(info), backend=compile_graph)

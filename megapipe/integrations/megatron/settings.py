@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...chunks import find_attribute
-from ...frameworks import AroundForward, Step
+from ...frameworks import AgreedStep, AroundForward
 from ...parallel_state import Groups
 from ...plan import Schedule
 
@@ -134,7 +134,7 @@ def _is_in_megatrons_order(config: Any, schedule: Schedule) -> bool:
 
 
 @contextmanager
-def reset_offloading(step: Step) -> Iterator[None]:
+def reset_offloading(step: AgreedStep) -> Iterator[None]:
     """What Megatron's schedules do for its own offloading, whose copies are made by its modules."""
     yield
     config = megatrons_config(step.call.models[0])

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...frameworks import Framework, Step
+from ...frameworks import AgreedStep, Framework
 from ...weight_grad import CHECKPOINTS
 from . import segments, settings
 from .settings import is_in_use, loaded
@@ -16,7 +16,7 @@ from .stages import copies_of_embedding, without_embedding, without_embedding_gr
 
 
 @contextmanager
-def finish(step: Step) -> Iterator[None]:
+def finish(step: AgreedStep) -> Iterator[None]:
     """The end of a step in a V, for Megatron's trainers: they read losses and numbers of tokens on the last rank of the
     pipeline, and sum tied embeddings over a group of ranks, but the last stage is on the first rank beside the first.
     """
@@ -37,7 +37,7 @@ def finish(step: Step) -> Iterator[None]:
 
 
 @contextmanager
-def adding_up(step: Step) -> Iterator[None]:
+def adding_up(step: AgreedStep) -> Iterator[None]:
     """Around the loops of a step in a V. After an earlier call all copies of the embedding hold the sum of its
     gradients: it counts once, in the first of them."""
     if _is_in_a_v(step):
@@ -47,16 +47,16 @@ def adding_up(step: Step) -> Iterator[None]:
     yield
 
 
-def _is_in_a_v(step: Step) -> bool:
+def _is_in_a_v(step: AgreedStep) -> bool:
     return step.last_stage != step.pp_size - 1 and is_in_use(step.call.models)
 
 
-def _copies(step: Step) -> list[nn.Parameter]:
+def _copies(step: AgreedStep) -> list[nn.Parameter]:
     """Those of the embedding on this rank, in a training step."""
     return [] if step.call.forward_only else [copy for one in step.call.models for copy in copies_of_embedding(one)]
 
 
-def _check_summed(copies: Sequence[nn.Parameter], step: Step) -> None:
+def _check_summed(copies: Sequence[nn.Parameter], step: AgreedStep) -> None:
     if step.call.config.finalize_model_grads_func is None and any(hasattr(copy, "main_grad") for copy in copies):
         raise ValueError(
             "the gradients of tied embeddings are summed when those of all replicas are there: set "
@@ -104,7 +104,7 @@ class Megatron(Framework):
             yield tracker.get_states, tracker.set_states
 
     @contextmanager
-    def around_finalizing(self, step: Step) -> Iterator[None]:
+    def around_finalizing(self, step: AgreedStep) -> Iterator[None]:
         with finish(step), settings.reset_offloading(step):
             yield
 

@@ -20,9 +20,9 @@ from torch.fx import GraphModule, Node
 from ..weight_grad import capturing
 from .errors import CaptureError, line_in
 from .nodes import drop_idle_views
-from .reads import split_reads
+from .size_reads import split_reads
 from .strides import lay_out_as_traced
-from .symbols import SizesRead
+from .symbolic_sizes import SizesRead
 
 _FOREIGN = (
     "it uses a tensor that is no parameter, buffer or input of its own, or one from a cache: register it as a buffer, "

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
-class Structure(NamedTuple):
+class TensorTree(NamedTuple):
     """Nested containers, with tensors in some places and fixed values in all others."""
 
     spec: TreeSpec
@@ -22,7 +22,7 @@ class Structure(NamedTuple):
     """The fixed values, by their place among all leaves."""
 
     @classmethod
-    def of(cls, value: Any) -> tuple[Structure, list[Tensor]]:
+    def of(cls, value: Any) -> tuple[TensorTree, list[Tensor]]:
         leaves, spec = tree_flatten(value)
         fixed = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
         return cls(spec, fixed), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -40,7 +40,7 @@ class Structure(NamedTuple):
 def _has_tensors(value: Any) -> bool:
     """Whether an object has some in its attributes."""
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    return bool(Structure.of([getattr(value, "__dict__", None), [getattr(value, name, None) for name in slots]])[1])
+    return bool(TensorTree.of([getattr(value, "__dict__", None), [getattr(value, name, None) for name in slots]])[1])
 
 
 class Arguments:
@@ -52,7 +52,7 @@ class Arguments:
     """
 
     def __init__(self, example: Any, what: str) -> None:
-        self.structure, tensors = Structure.of(example)
+        self.structure, tensors = TensorTree.of(example)
         self._what = what
         self._outline = _outline(example)
         self.examples = [_Meta(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
@@ -64,7 +64,7 @@ class Arguments:
         Raises:
             ValueError: `value` is not like the example.
         """
-        structure, tensors = Structure.of(value)
+        structure, tensors = TensorTree.of(value)
         if structure.spec != self.structure.spec or structure.fixed.keys() != self.structure.fixed.keys():
             raise self._differs(_outline(value), self._outline)
         for place, fixed in structure.fixed.items():
@@ -111,5 +111,5 @@ class _Outlined:
 
 def _outline(value: Any) -> str:
     """(input from the stage before, positional arguments, keyword arguments, target of the loss)"""
-    structure, tensors = Structure.of(value)
+    structure, tensors = TensorTree.of(value)
     return repr(structure.fill([_Outlined()] * len(tensors)))  # type: ignore[list-item]

@@ -23,7 +23,8 @@ from ..plan import (
     schedule_names,
     simulate,
 )
-from .arguments import (
+from .bubble import split_bubble
+from .command_options import (
     Memory,
     bytes_of,
     check_time,
@@ -35,9 +36,8 @@ from .arguments import (
     settings_of,
     unsplit,
 )
-from .bubble import split_bubble
 from .progress import doing
-from .show import print_hint
+from .show_command import print_hint
 from .text import bytes_in_words, print_table, say
 from .timeline import Timeline, load_timeline
 

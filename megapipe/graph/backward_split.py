@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .nodes import extract, is_compute_bound, is_view, storage_of
-from .symbols import is_symbolic, sizes_in
+from .symbolic_sizes import is_symbolic, sizes_in
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from ..plan import (
     stand_still,
     whole_units,
 )
-from .arguments import check_size, check_time, costs_of, import_schedule, record_plan, settings_of
 from .bubble import split_bubble
 from .charts import save_picture, save_standstill
+from .command_options import check_size, check_time, costs_of, import_schedule, record_plan, settings_of
 from .text import Form, bytes_in_words, listed, print_legend, print_timeline, say, standstill_as_text
 from .timeline import Timeline, load_timeline
 

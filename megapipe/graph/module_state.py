@@ -31,7 +31,7 @@ class Mode(NamedTuple):
     autocast: torch.dtype | None
 
 
-class State:
+class ModuleState:
     """Parameters first, then buffers, each once, tied ones too."""
 
     def __init__(self, module: nn.Module) -> None:

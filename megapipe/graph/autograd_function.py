@@ -29,13 +29,13 @@ from ..weight_grad import (
     once_differentiable,
     save_for_w,
 )
-from .arguments import Structure, laid_out
+from .backward_split import SplitBackward, WeightGradient, split_di_dw
+from .captured_arguments import TensorTree, laid_out
 from .compile import compile_graph
+from .module_state import SharedOut
 from .multiplexing import communicates, multiplex, with_windows
 from .nodes import storage_of
 from .partitioning import Partition
-from .split import SplitBackward, WeightGradient, split_di_dw
-from .state import SharedOut
 
 Runner = Callable[[list[Tensor]], tuple[Any, ...]]
 
@@ -48,7 +48,7 @@ class Graphs:
     """
 
     def __init__(
-        self, partition: Partition, num_weights: int, output: Structure, shared_out: SharedOut, compiled_as: str | None
+        self, partition: Partition, num_weights: int, output: TensorTree, shared_out: SharedOut, compiled_as: str | None
     ) -> None:
         self.partition = partition
         self.shared_out = shared_out

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..overlap import fill_window
 from .nodes import is_view, storage_of
-from .symbols import is_size, is_symbolic
+from .symbolic_sizes import is_size, is_symbolic
 
 
 def split_reads(owner: GraphModule) -> None:
