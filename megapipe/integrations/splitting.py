@@ -177,16 +177,16 @@ class Part(nn.Module):
 
     def __init__(self, traces: Sequence[Trace], state: State, stage: int, arguments: tuple[Any, ...]) -> None:
         super().__init__()
-        self._structure = pytree.tree_structure(arguments) if stage == 0 else None
+        self._structure = _shared(pytree.tree_structure(arguments)) if stage == 0 else None
         self._leaves = [one.to("meta") if torch.is_tensor(one) else one for one in pytree.tree_leaves(arguments)]
         for name, tensor in state.of_stage(stage).items():
             _put(self, name, tensor, name in state.persistent)
         self._runs: dict[bool, Callable[..., Any]] = {}
-        self._structures: dict[bool, Any] = {}
+        self._structures: dict[bool, Callable[[], Any]] = {}
         for trace in traces:
             self._runs[trace.training] = self._compile(trace, state, stage)
             if stage == trace.last:
-                self._structures[trace.training] = trace.structure
+                self._structures[trace.training] = _shared(trace.structure)
         self._facts = GraphFacts(self, reads_values=False)
 
     def find_change(self) -> str | None:
@@ -229,24 +229,29 @@ class Part(nn.Module):
     def forward(self, *arguments: Any) -> Any:
         """Takes the arguments of the model on the first stage, and on others the tensors received."""
         if self._structure is not None:
-            arguments = tuple(self._checked(arguments))
+            arguments = tuple(self._checked(self._structure(), arguments))
         elif len(arguments) == 1 and isinstance(arguments[0], tuple):
             (arguments,) = arguments
         outputs = self._runs[self.training](self, *arguments)
         if self.training in self._structures:
-            return pytree.tree_unflatten(outputs, self._structures[self.training])
+            return pytree.tree_unflatten(outputs, self._structures[self.training]())
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _checked(self, arguments: tuple[Any, ...]) -> list[Any]:
+    def _checked(self, structure_of_example: Any, arguments: tuple[Any, ...]) -> list[Any]:
         """The leaves of the arguments, where they are like the example's."""
         leaves, structure = pytree.tree_flatten(arguments)
         given, wanted = [_form(one) for one in leaves], [_form(one) for one in self._leaves]
-        if structure != self._structure or given != wanted:
+        if structure != structure_of_example or given != wanted:
             raise ValueError(
                 f"a module that was split takes arguments like the example's, {wanted}, got {given}: pad them, or "
                 "split it with these."
             )
         return leaves
+
+
+def _shared(value: Any) -> Callable[[], Any]:
+    """Copies of a function have its values in common, and torch warns where a structure of its pytrees is copied."""
+    return lambda: value
 
 
 def _form(leaf: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -324,6 +326,21 @@ def test_a_parameter_that_is_returned() -> None:
     """The last stage had no name for it: a KeyError."""
     first, last = split(Net(lambda net, x: (net.head(through(net, x)), net.emb.weight)), X(), "zbv")
     assert isinstance(last.module(first.module(X()[0]))[1], nn.Parameter)
+
+
+def test_copies_of_a_stage() -> None:
+    """As averages of weights are made. torch warned of how its structure of the arguments is copied, on every rank."""
+    (chunk,) = split(Net(through), X(), "no_pipelining")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        average = copy.deepcopy(chunk)
+    (x,) = X()
+    before = average.module(x)
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.zero_()
+    assert torch.equal(average.module(x), before)
+    assert not torch.equal(chunk.module(x), before)
 
 
 ADD = "with torch.no_grad(): torch.add(made[1], made[-1].detach(), out=made[1])"
