@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ def split(
         schedule: its name, or what `get_forward_backward_func` returned.
         num_chunks: per rank, where the schedule leaves that open.
         points: the names of the modules with whose first calls the second stage and those behind it begin.
-        config: of the pipeline, for all stages.
+        config: of the pipeline, for all stages. Set its autocast before: dtypes that a forward asks for (`x.dtype`) are
+            those that it has here.
 
     Returns:
         One `PipelineStage` for each of this rank's stages.
@@ -65,6 +66,7 @@ def split(
     """
     arguments = _apart(example if isinstance(example, tuple) else (example,))
     own = stages_for_rank(schedule, num_chunks=num_chunks)
+    config = PipelineConfig() if config is None else config
     num_stages, name = own[0].num_stages, type(model).__name__
     if len({module.training for module in model.modules()}) > 1:
         raise CannotSplitError(
@@ -74,6 +76,7 @@ def split(
         for restore in restores_of(torch.device("cpu"), [model]):  # exporting writes to what a forward writes to
             after.callback(restore)
         after.callback(model.train, model.training)
+        after.enter_context(_autocast(config, arguments))
         training, evaluating = Trace(model, arguments, True), Trace(model, arguments, False)
     training.cut(num_stages, points)
     evaluating.follow(training)
@@ -83,10 +86,18 @@ def split(
     chunks = []
     for info in own:
         part = Part((training, evaluating), state, info.index, arguments).train(model.training)
-        chunks.append(PipelineStage(part, info, PipelineConfig() if config is None else config))
+        chunks.append(PipelineStage(part, info, config))
     for names in state.ties():
         TiedWeights(chunks, names).sum_in_steps(chunks)
     return chunks
+
+
+def _autocast(config: PipelineConfig, arguments: Any) -> AbstractContextManager[Any]:
+    """That of the steps, so that a forward that asks for a dtype is told the one that it will have."""
+    device = next((one.device.type for one in pytree.tree_leaves(arguments) if torch.is_tensor(one)), "meta")
+    if not config.enable_autocast or device == "meta":
+        return nullcontext()
+    return torch.autocast(device, config.autocast_dtype or config.pipeline_dtype, cache_enabled=False)
 
 
 def _apart(example: tuple[Any, ...]) -> tuple[Any, ...]:

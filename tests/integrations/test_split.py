@@ -343,6 +343,31 @@ def test_copies_of_a_stage() -> None:
     assert not torch.equal(chunk.module(x), before)
 
 
+def draws_like(net: Net, x: Tensor) -> Tensor:
+    """As torchvision's stochastic depth does."""
+    y = net.head(through(net, x))
+    return y * torch.empty(3, 1, 1, dtype=y.dtype).bernoulli_(0.7).div_(0.7)
+
+
+def test_dtypes_of_autocast() -> None:
+    """The numbers that a forward makes with `x.dtype` were float32 in a stage, and bfloat16 in the module: stochastic
+    depth rounded otherwise, and what came behind it was computed in float32."""
+    torch.manual_seed(0)
+    model, (x,) = Net(draws_like), X()
+    config = megapipe.PipelineConfig(enable_autocast=True, autocast_dtype=torch.bfloat16)
+    (chunk,) = split(model, x, "no_pipelining", config=config)
+    train = megapipe.get_forward_backward_func("no_pipelining")
+    torch.manual_seed(1)
+    losses = train(
+        forward_step_func=step, data_iterator=iter([(x,)]), model=[chunk], num_microbatches=1, forward_only=True
+    )
+    torch.manual_seed(1)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+    assert output.dtype == torch.bfloat16
+    assert losses == [loss_of(output)]
+
+
 ADD = "with torch.no_grad(): torch.add(made[1], made[-1].detach(), out=made[1])"
 REFUSED: dict[str, tuple[str | tuple[str, ...], str]] = {
     "out of two views": (
