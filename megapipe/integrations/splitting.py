@@ -217,6 +217,9 @@ class Part(nn.Module):
         """The forward of this stage."""
         graph, is_last = fx.Graph(), stage == trace.last
         known = {node: graph.placeholder(node.name) for node in trace.crossing(stage)}
+        for node in trace.crossing(stage) if stage else ():
+            order = trace.orders.get(node, [])
+            known[node] = _permuted(known[node], [order.index(dim) for dim in range(len(order))])
         for node in trace.received_and_written(stage):  # a leaf of autograd, which may not be written to
             known[node] = graph.call_function(aten.clone.default, (known[node],))
         own = [node for node in trace.nodes if trace.stage_of[node] == stage]
@@ -233,8 +236,10 @@ class Part(nn.Module):
             if node.target is aten.view.default and not trace.memory[node] & trace.changed:
                 known[node].target = aten.reshape.default  # messages are contiguous, also where the tensor was not
         _defer(graph)
-        outputs = trace.outputs if is_last else trace.crossing(stage + 1)
-        graph.output([known.get(one, one) for one in outputs])
+        if is_last:
+            graph.output([known.get(one, one) for one in trace.outputs])
+        else:
+            graph.output([_permuted(known[one], trace.orders.get(one)) for one in trace.crossing(stage + 1)])
         return type(fx.GraphModule(self, graph)).forward
 
     def forward(self, *arguments: Any) -> Any:
@@ -294,6 +299,11 @@ DEFERRING: Mapping[Any, Callable[..., Tensor]] = {
     aten.conv2d.default: conv2d,
     aten.embedding.default: _embedding,
 }
+
+
+def _permuted(node: fx.Node, order: Sequence[int] | None) -> fx.Node:
+    """A tensor whose dimensions lie in memory in that order, or did, is sent as it lies there."""
+    return node.graph.call_function(aten.permute.default, (node, [*order])) if order else node
 
 
 def _defer(graph: fx.Graph) -> None:

@@ -136,6 +136,26 @@ def test_a_view_of_what_was_strided(rank: int) -> None:
     check(Net(run), [(torch.randn(3, 5, D),) for _ in range(4)], "1f1b", points=["layers.1"])
 
 
+class ConvNeXtBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.linear = nn.Conv2d(D, D, 7, padding=3, groups=D), nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.linear(self.norm(self.conv(x).permute(0, 2, 3, 1))))
+        return y.permute(0, 3, 1, 2) + x
+
+
+@on_ranks(2)
+def test_channels_that_lie_last(rank: int) -> None:
+    """They arrived with channels first in memory, and sums over them were added up in another order than in the whole
+    model, as in torchvision's ConvNeXt. Each message was copied before it was sent, too."""
+    use_groups()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ConvNeXtBlock() for _ in range(4)))
+    check(model, [(torch.randn(2, D, 16, 16),) for _ in range(4)], "1f1b", points=["2"])
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
