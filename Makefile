@@ -24,7 +24,7 @@ TORCHRUN := $(RUN) -m torch.distributed.run
 CONSTRAINTS := $(VENV)/constraints.txt
 SAVED := checkpoints/pretrain
 
-.PHONY: help pretrain generate test test-gpu test-models test-trainer test-megatron test-torchtitan test-rl test-nodes wheel fuzz labs soak \
+.PHONY: help pretrain generate test test-gpu test-models test-images test-trainer test-megatron test-torchtitan test-rl test-nodes wheel fuzz labs soak \
 	lint docs site bench \
 	bench-all bench-peers bench-packages bench-gpu format clean
 
@@ -36,6 +36,7 @@ help:
 	@echo "make test-gpu   run the pipelines' tests on GPUs: with one GPU, the ranks share it"
 	@echo "                with SYSTEM_PYTHON=python3, as all else, by that Python and its torch: nothing is installed"
 	@echo "make test-models  compare models of Hugging Face with the whole model (half an hour; installs peft and others)"
+	@echo "make test-images  compare classifiers of torchvision and timm, cut by split, with the whole model (a quarter of an hour)"
 	@echo "make test-trainer  compare transformers' Trainer, trl's and Lightning's in front of a pipeline with the plain ones (ten minutes)"
 	@echo "make test-megatron  run Megatron's tests of its schedules, on ours; MEGATRON=... is a checkout of Megatron-LM (a minute)"
 	@echo "make test-torchtitan  run the trainers of torchtitan and NeMo Automodel by torch's schedules and by ours (five minutes)"
@@ -97,6 +98,13 @@ test-models: $(INSTALLED)
 		tests/integrations/models_of_transformers.py tests/integrations/towers_of_transformers.py \
 		tests/integrations/finetuning.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) tests/integrations/sweep_of_transformers.py
+
+# Into an environment of its own. Its table goes into docs/images.md. pip takes the torchvision that is made for this torch.
+test-images: constraints.txt
+	$(PYTHON) -m venv .venv-images
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > .venv-images/constraints.txt
+	.venv-images/bin/pip install --quiet --disable-pip-version-check --constraint .venv-images/constraints.txt --editable . torchvision timm
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-images/bin/python tests/integrations/sweep_of_images.py
 
 # Into an environment of its own. TRAINER="transformers==5.20.0 accelerate==1.10.1 trl==1.14.0" takes these releases.
 TRAINER ?=

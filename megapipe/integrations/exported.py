@@ -69,7 +69,7 @@ class Trace:
             except RuntimeError as error:
                 reason = " ".join(str(error).split())[:300]
                 raise CannotSplitError(f"{self.name} cannot be split: its graph does not run: {reason}") from error
-        self.operations, self.nbytes, self.memory = play.operations, play.nbytes, play.memory
+        self.operations, self.nbytes, self.memory, self.orders = play.operations, play.nbytes, play.memory, play.orders
         self.writes = {n: [self.memory[written] for written in _written(n, self.values)] for n in self.nodes}
         """The memory of each tensor that an operation writes to."""
         self.changed = set().union(*(memory for writes in self.writes.values() for memory in writes))
@@ -308,6 +308,8 @@ class _Play(fx.Interpreter):
         self.operations: dict[fx.Node, int] = {}
         self.nbytes: dict[fx.Node, int] = defaultdict(int)
         self.memory: dict[fx.Node, set[int]] = {}
+        self.orders: dict[fx.Node, list[int]] = {}
+        """The dimensions of tensors that lie in memory in another order, such as images with their channels last."""
         self._kept: list[Any] = []  # so that no two tensors have the same memory one after the other
 
     def run_node(self, n: fx.Node) -> Any:
@@ -321,6 +323,10 @@ class _Play(fx.Interpreter):
         self._kept.append(tensors)
         if torch.is_tensor(output):
             self.nbytes[n] = output.nbytes
+            if output.layout is torch.strided and not output.is_contiguous():
+                order = sorted(range(output.dim()), key=output.stride, reverse=True)
+                if output.permute(order).is_contiguous():
+                    self.orders[n] = order
         return output
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ def split(
         schedule: its name, or what `get_forward_backward_func` returned.
         num_chunks: per rank, where the schedule leaves that open.
         points: the names of the modules with whose first calls the second stage and those behind it begin.
-        config: of the pipeline, for all stages.
+        config: of the pipeline, for all stages. Set its autocast before: dtypes that a forward asks for (`x.dtype`) are
+            those that it has here.
 
     Returns:
         One `PipelineStage` for each of this rank's stages.
@@ -65,6 +66,7 @@ def split(
     """
     arguments = _apart(example if isinstance(example, tuple) else (example,))
     own = stages_for_rank(schedule, num_chunks=num_chunks)
+    config = PipelineConfig() if config is None else config
     num_stages, name = own[0].num_stages, type(model).__name__
     if len({module.training for module in model.modules()}) > 1:
         raise CannotSplitError(
@@ -74,6 +76,7 @@ def split(
         for restore in restores_of(torch.device("cpu"), [model]):  # exporting writes to what a forward writes to
             after.callback(restore)
         after.callback(model.train, model.training)
+        after.enter_context(_autocast(config, arguments))
         training, evaluating = Trace(model, arguments, True), Trace(model, arguments, False)
     training.cut(num_stages, points)
     evaluating.follow(training)
@@ -83,10 +86,18 @@ def split(
     chunks = []
     for info in own:
         part = Part((training, evaluating), state, info.index, arguments).train(model.training)
-        chunks.append(PipelineStage(part, info, PipelineConfig() if config is None else config))
+        chunks.append(PipelineStage(part, info, config))
     for names in state.ties():
         TiedWeights(chunks, names).sum_in_steps(chunks)
     return chunks
+
+
+def _autocast(config: PipelineConfig, arguments: Any) -> AbstractContextManager[Any]:
+    """That of the steps, so that a forward that asks for a dtype is told the one that it will have."""
+    device = next((one.device.type for one in pytree.tree_leaves(arguments) if torch.is_tensor(one)), "meta")
+    if not config.enable_autocast or device == "meta":
+        return nullcontext()
+    return torch.autocast(device, config.autocast_dtype or config.pipeline_dtype, cache_enabled=False)
 
 
 def _apart(example: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -177,16 +188,16 @@ class Part(nn.Module):
 
     def __init__(self, traces: Sequence[Trace], state: State, stage: int, arguments: tuple[Any, ...]) -> None:
         super().__init__()
-        self._structure = pytree.tree_structure(arguments) if stage == 0 else None
+        self._structure = _shared(pytree.tree_structure(arguments)) if stage == 0 else None
         self._leaves = [one.to("meta") if torch.is_tensor(one) else one for one in pytree.tree_leaves(arguments)]
         for name, tensor in state.of_stage(stage).items():
             _put(self, name, tensor, name in state.persistent)
         self._runs: dict[bool, Callable[..., Any]] = {}
-        self._structures: dict[bool, Any] = {}
+        self._structures: dict[bool, Callable[[], Any]] = {}
         for trace in traces:
             self._runs[trace.training] = self._compile(trace, state, stage)
             if stage == trace.last:
-                self._structures[trace.training] = trace.structure
+                self._structures[trace.training] = _shared(trace.structure)
         self._facts = GraphFacts(self, reads_values=False)
 
     def find_change(self) -> str | None:
@@ -206,6 +217,9 @@ class Part(nn.Module):
         """The forward of this stage."""
         graph, is_last = fx.Graph(), stage == trace.last
         known = {node: graph.placeholder(node.name) for node in trace.crossing(stage)}
+        for node in trace.crossing(stage) if stage else ():
+            order = trace.orders.get(node, [])
+            known[node] = _permuted(known[node], [order.index(dim) for dim in range(len(order))])
         for node in trace.received_and_written(stage):  # a leaf of autograd, which may not be written to
             known[node] = graph.call_function(aten.clone.default, (known[node],))
         own = [node for node in trace.nodes if trace.stage_of[node] == stage]
@@ -222,31 +236,38 @@ class Part(nn.Module):
             if node.target is aten.view.default and not trace.memory[node] & trace.changed:
                 known[node].target = aten.reshape.default  # messages are contiguous, also where the tensor was not
         _defer(graph)
-        outputs = trace.outputs if is_last else trace.crossing(stage + 1)
-        graph.output([known.get(one, one) for one in outputs])
+        if is_last:
+            graph.output([known.get(one, one) for one in trace.outputs])
+        else:
+            graph.output([_permuted(known[one], trace.orders.get(one)) for one in trace.crossing(stage + 1)])
         return type(fx.GraphModule(self, graph)).forward
 
     def forward(self, *arguments: Any) -> Any:
         """Takes the arguments of the model on the first stage, and on others the tensors received."""
         if self._structure is not None:
-            arguments = tuple(self._checked(arguments))
+            arguments = tuple(self._checked(self._structure(), arguments))
         elif len(arguments) == 1 and isinstance(arguments[0], tuple):
             (arguments,) = arguments
         outputs = self._runs[self.training](self, *arguments)
         if self.training in self._structures:
-            return pytree.tree_unflatten(outputs, self._structures[self.training])
+            return pytree.tree_unflatten(outputs, self._structures[self.training]())
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _checked(self, arguments: tuple[Any, ...]) -> list[Any]:
+    def _checked(self, structure_of_example: Any, arguments: tuple[Any, ...]) -> list[Any]:
         """The leaves of the arguments, where they are like the example's."""
         leaves, structure = pytree.tree_flatten(arguments)
         given, wanted = [_form(one) for one in leaves], [_form(one) for one in self._leaves]
-        if structure != self._structure or given != wanted:
+        if structure != structure_of_example or given != wanted:
             raise ValueError(
                 f"a module that was split takes arguments like the example's, {wanted}, got {given}: pad them, or "
                 "split it with these."
             )
         return leaves
+
+
+def _shared(value: Any) -> Callable[[], Any]:
+    """Copies of a function have its values in common, and torch warns where a structure of its pytrees is copied."""
+    return lambda: value
 
 
 def _form(leaf: Any) -> Any:
@@ -273,6 +294,11 @@ def _embedding(weight: Tensor, tokens: Tensor, padding_idx: int = -1) -> Tensor:
 
 
 DEFERRING: Mapping[Any, Callable[..., Tensor]] = {aten.linear.default: linear, aten.embedding.default: _embedding}
+
+
+def _permuted(node: fx.Node, order: Sequence[int] | None) -> fx.Node:
+    """A tensor whose dimensions lie in memory in that order, or did, is sent as it lies there."""
+    return node.graph.call_function(aten.permute.default, (node, [*order])) if order else node
 
 
 def _defer(graph: fx.Graph) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +134,26 @@ def test_a_view_of_what_was_strided(rank: int) -> None:
     use_groups()
     torch.manual_seed(0)
     check(Net(run), [(torch.randn(3, 5, D),) for _ in range(4)], "1f1b", points=["layers.1"])
+
+
+class ConvNeXtBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.linear = nn.Conv2d(D, D, 7, padding=3, groups=D), nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.linear(self.norm(self.conv(x).permute(0, 2, 3, 1))))
+        return y.permute(0, 3, 1, 2) + x
+
+
+@on_ranks(2)
+def test_channels_that_lie_last(rank: int) -> None:
+    """They arrived with channels first in memory, and sums over them were added up in another order than in the whole
+    model, as in torchvision's ConvNeXt. Each message was copied before it was sent, too."""
+    use_groups()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(ConvNeXtBlock() for _ in range(4)))
+    check(model, [(torch.randn(2, D, 16, 16),) for _ in range(4)], "1f1b", points=["2"])
 
 
 class Block(nn.Module):
@@ -324,6 +346,46 @@ def test_a_parameter_that_is_returned() -> None:
     """The last stage had no name for it: a KeyError."""
     first, last = split(Net(lambda net, x: (net.head(through(net, x)), net.emb.weight)), X(), "zbv")
     assert isinstance(last.module(first.module(X()[0]))[1], nn.Parameter)
+
+
+def test_copies_of_a_stage() -> None:
+    """As averages of weights are made. torch warned of how its structure of the arguments is copied, on every rank."""
+    (chunk,) = split(Net(through), X(), "no_pipelining")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        average = copy.deepcopy(chunk)
+    (x,) = X()
+    before = average.module(x)
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.zero_()
+    assert torch.equal(average.module(x), before)
+    assert not torch.equal(chunk.module(x), before)
+
+
+def draws_like(net: Net, x: Tensor) -> Tensor:
+    """As torchvision's stochastic depth does."""
+    y = net.head(through(net, x))
+    return y * torch.empty(3, 1, 1, dtype=y.dtype).bernoulli_(0.7).div_(0.7)
+
+
+def test_dtypes_of_autocast() -> None:
+    """The numbers that a forward makes with `x.dtype` were float32 in a stage, and bfloat16 in the module: stochastic
+    depth rounded otherwise, and what came behind it was computed in float32."""
+    torch.manual_seed(0)
+    model, (x,) = Net(draws_like), X()
+    config = megapipe.PipelineConfig(enable_autocast=True, autocast_dtype=torch.bfloat16)
+    (chunk,) = split(model, x, "no_pipelining", config=config)
+    train = megapipe.get_forward_backward_func("no_pipelining")
+    torch.manual_seed(1)
+    losses = train(
+        forward_step_func=step, data_iterator=iter([(x,)]), model=[chunk], num_microbatches=1, forward_only=True
+    )
+    torch.manual_seed(1)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+    assert output.dtype == torch.bfloat16
+    assert losses == [loss_of(output)]
 
 
 ADD = "with torch.no_grad(): torch.add(made[1], made[-1].detach(), out=made[1])"
