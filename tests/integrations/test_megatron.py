@@ -27,6 +27,7 @@ import megapipe
 from megapipe import PipelineConfig, PipelineStage, StageInfo, get_forward_backward_func, stages_for_rank
 from megapipe.integrations.megatron import framework, global_name
 from megapipe.plan import find_schedule
+from megapipe.proving.whole import mean_of_replicas
 from megapipe.weight_grad import DeferredGrads
 
 # Looked for, not imported: importing takes two seconds in each process that hands out tests.
@@ -520,7 +521,7 @@ def test_gradients_in_their_data_parallelism(rank: int) -> None:
             model.zero_grad()
             add_gradients(model, 3, 2 * number + one)
             both.append([parameter.grad for parameter in model.parameters()])
-        expected.append(dict(zip(dict(model.named_parameters()), replicas.average(both))))
+        expected.append(dict(zip(dict(model.named_parameters()), mean_of_replicas(both))))
     for schedule, by_hooks in itertools.product(["1f1b", "zb1p", "zbv"], [True, False]):
         chunks = replicas.build_replicas(schedule, 2)
         wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from megapipe import PipelineError, StageInfo, schedule_names, stages_for_rank
+from megapipe.proving.whole import Whole
 from megapipe.transports.outbox import Outbox
 
 # Steps
@@ -178,9 +179,7 @@ def test_three_tuple_loss_functions(rank: int) -> None:
             return model(batch["tokens"], batch["seed"]), loss_func
 
         run("1f1b", chunks, 3, forward_step_func=step)
-        for batch, count in zip(batches(3), tokens):
-            loss = loss_of(model(batch["tokens"], batch["seed"]), batch["labels"])
-            (loss if per_token else loss / (count or 1) / 3).backward()
+        Whole([model], step, chunks[0].config).step([*batches(3)])
         assert_same_gradients(chunks, model, tokens)
         ((models, num_tokens),) = finalized
         assert models == chunks
