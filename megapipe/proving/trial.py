@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from .. import parallel_state
 from ..calling import get_forward_backward_func
@@ -47,7 +48,6 @@ class Evidence:
     """What a rank has to say."""
 
     rank: int
-    pp_rank: int
     replica: int
     stages: list[int]
     steps: list[RankStep] = field(default_factory=list)
@@ -106,13 +106,6 @@ class Trial:
         """The settings of all chunks; None where they have none."""
         return find_attribute(self.chunks[0], "config")
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """The rank in the pipeline, and the replica."""
-        if not parallel_state.model_parallel_is_initialized():
-            return dist.get_rank(), 0
-        return parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
-
     def places(self, tensors: Callable[[nn.Module], Any] = tensors_of) -> dict[Place, Any]:
         """All tensors of this rank's stages."""
         return {
@@ -131,10 +124,11 @@ class Trial:
                     raise ValueError(f"{place[1]} of stage {place[0]} is not as in the whole model: {error}.") from None
 
     def train(self, num_steps: int, watches_memory: bool = False) -> Evidence:
-        question, (pp_rank, replica) = self.question, self.place
+        question = self.question
+        replica = parallel_state.get_data_parallel_rank() if parallel_state.model_parallel_is_initialized() else 0
         parameters = list(dict.fromkeys(p for chunk in self.chunks for _, p in parameters_of(chunk)))
         optimizer = question.optimizer(parameters)
-        found = Evidence(dist.get_rank(), pp_rank, replica, [info.index for info in self.infos])
+        found = Evidence(dist.get_rank(), replica, [info.index for info in self.infos])
         for number in range(num_steps):
             gradients = before_update(optimizer, self.gradients)
             seed(number, replica)
@@ -191,6 +185,4 @@ def before_update(optimizer: Any, look: Callable[[], dict[Place, Tensor | None]]
 
 def _plain(report: Any) -> Any:
     """A report that can be sent and kept."""
-    from torch.utils._pytree import tree_map
-
     return tree_map(lambda one: full(one) if isinstance(one, Tensor) else one, report)
