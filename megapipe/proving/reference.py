@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .names import buffers_of, copy_into, parameters_of, tensors_of
 from .question import Question
-from .whole import Whole, mean_of_replicas
+from .whole import Whole
 
 Values = dict[str, Tensor]
 Gradients = dict[str, Tensor | None]
@@ -47,7 +47,7 @@ class Reference(Whole):
 
     def __init__(self, question: Question, modules: Sequence[nn.Module], config: Any) -> None:
         super().__init__(modules, question.forward, config, question.options.get("seq_length"))
-        self.question = question
+        self.question, self.forward_only = question, bool(question.options.get("forward_only"))
         self.is_chain = len(modules) > 1
         self.named: dict[str, nn.Parameter] = self._each(parameters_of)
         self.tensors: Values = self._each(tensors_of)
@@ -87,24 +87,22 @@ class Reference(Whole):
 
     def _of_replicas(self, step: int) -> list[list[Any]]:
         """The reports of each replica. The mean of their gradients is that of the parameters then."""
-        reports, gradients, buffers = [], [], []
-        before, parameters = _copied(self.buffers), self.parameters
+        question, before, first = self.question, _copied(self.buffers), Values()
         self.num_tokens.clear()
-        for replica in range(self.question.num_replicas):
+
+        def begin(replica: int) -> None:
+            if replica == 1:
+                first.update(_copied(self.buffers))
             self.load(before)
             seed(step, replica)
-            self.forget_gradients()
-            reports.append(self.step(self.question.of_replica(replica), self._is_forward_only))
-            gradients.append([p.grad for p in parameters])
-            buffers.append(_copied(self.buffers))
-        self.load(buffers[0])
-        for parameter, grad in zip(parameters, mean_of_replicas(gradients)):
-            parameter.grad = None if grad is None else grad / self._divisor().to(grad.dtype)
-        return reports
 
-    @property
-    def _is_forward_only(self) -> bool:
-        return bool(self.question.options.get("forward_only"))
+        data = [question.of_replica(replica) for replica in range(question.num_replicas)]
+        reports = self.step_of_replicas(data, self.forward_only, begin)
+        self.load(first)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad /= self._divisor().to(parameter.grad.dtype)
+        return reports
 
     def _divisor(self) -> Tensor:
         """The number of tokens where gradients are sums over them. They are the mean of all replicas already."""
@@ -122,7 +120,7 @@ class Reference(Whole):
             seed(number, replica)
             for batch in self.question.of_replica(replica):
                 self.forget_gradients()
-                self.run(batch, self.question.num_microbatches, self._is_forward_only)
+                self.run(batch, self.question.num_microbatches, self.forward_only)
                 parts.append({key: None if p.grad is None else p.grad * share for key, p in self.named.items()})
         return parts
 

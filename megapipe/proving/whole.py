@@ -57,6 +57,31 @@ class Whole:
         """
         return [self.run(batch, len(data), forward_only) for batch in data]
 
+    def step_of_replicas(
+        self,
+        data: Sequence[Sequence[Any]],
+        forward_only: bool = False,
+        begin: Callable[[int], Any] = lambda replica: None,
+    ) -> list[list[Any]]:
+        """One step of several replicas, one after the other, whose gradients are averaged.
+
+        Args:
+            data: the microbatches of each.
+            begin: called before each replica's, with its number.
+
+        Returns:
+            What each reports.
+        """
+        reports, gradients = [], []
+        for replica, own in enumerate(data):
+            begin(replica)
+            self.forget_gradients()
+            reports.append(self.step(own, forward_only))
+            gradients.append([parameter.grad for parameter in self.parameters])
+        for parameter, grad in zip(self.parameters, mean_of_replicas(gradients)):
+            parameter.grad = grad
+        return reports
+
     def run(self, batch: Any, num_microbatches: int, forward_only: bool = False) -> Any:
         """Forward and backward of one microbatch, of so many. Returns its report."""
         state = CarriedState(needs_grad=not forward_only)

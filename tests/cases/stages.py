@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megapipe import StageInfo, distribute_layers, slices
 from megapipe.overlap import in_segments, run_segments
-from megapipe.proving.whole import Whole, mean_of_replicas
+from megapipe.proving.whole import Whole
 
 from .case import SEQUENCE, Case
 from .messages import WAYS
@@ -143,16 +143,10 @@ class Unpartitioned(Whole):
 
     def losses(self, seed: int, replica: int, forward_only: bool) -> list[Tensor]:
         """Those of one replica in one step. Gradients are averages over all of them."""
-        if forward_only or self.case.num_replicas == 1:
-            return [report["loss"] for report in self.step([*data_of(self.case, seed, replica)], forward_only)]
-        losses, gradients = [], []
-        for one in range(self.case.num_replicas):
-            self.forget_gradients()
-            losses.append([report["loss"] for report in self.step([*data_of(self.case, seed, one)])])
-            gradients.append([p.grad for p in self.parameters])
-        for parameter, grad in zip(self.parameters, mean_of_replicas(gradients)):
-            parameter.grad = grad
-        return losses[replica]
+        data = [[*data_of(self.case, seed, one)] for one in range(self.case.num_replicas)]
+        if forward_only or len(data) == 1:  # gradients are added to those that are there
+            return [report["loss"] for report in self.step(data[replica], forward_only)]
+        return [report["loss"] for report in self.step_of_replicas(data)[replica]]
 
     def run(self, batch: Any, num_microbatches: int, forward_only: bool = False) -> Any:
         is_compared = self.slices and not forward_only and all(feature.is_whole for feature in self.case.features)

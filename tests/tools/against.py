@@ -155,9 +155,13 @@ def assert_same_gradients(
 
 
 def assert_close(found: Tensor | None, expected: Tensor | None, atol: float, what: str) -> None:
-    assert (found is None) == (expected is None), f"{what}: one has none"
-    differs = difference(*(None if one is None else full(one) for one in (found, expected)), atol, of=1.0)
-    assert differs is None, f"{what}: {differs}"
+    """Both are there or none, in one dtype, and numbers."""
+    kinds = [getattr(one, "dtype", None) for one in (found, expected)]
+    assert kinds[0] == kinds[1], f"{what}: {kinds[0]} and not {kinds[1]}"
+    if found is not None and expected is not None:
+        differs = difference(full(found), full(expected), atol, of=1.0)
+        assert differs is None, f"{what}: {differs}"
+        assert not full(found).isnan().any(), f"{what}: no number"
 
 
 def assert_same_losses(reports: list[Any], expected: list[Tensor], chunks: Iterable[Any]) -> None:
