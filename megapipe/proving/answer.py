@@ -16,12 +16,12 @@ from ..plan import StageInfo
 from .calls import Moment, first_departure, recorded
 from .compare import compare
 from .local_ranks import first_failure
-from .mistakes import Step, gradient_mistakes
+from .mistakes import gradient_mistakes
 from .names import Place, tensors_of
 from .places import error_in_words
 from .proof import Proof
 from .question import Question, takes_nothing
-from .reference import Reference, WholeStep
+from .reference import Reference
 from .trial import Evidence, Trial
 from .words import call_mistakes, loss_mistakes, rounding, slice_mistakes, weight_mistakes
 
@@ -187,7 +187,7 @@ class Judge:
             proof.notes.append("losses were not compared: no rank has returned them")
         if not proof.differences:
             if self.whole.slices:
-                proof.mistakes += slice_mistakes(self.whole.parts(steps[0], 0), self.whole.uncut().parts(steps[0], 0))
+                proof.mistakes += slice_mistakes(self.whole, steps[0])
             return -1
         first = proof.differences[0].step
         kinds = {one.what for one in proof.differences if one.step == first}
@@ -197,17 +197,14 @@ class Judge:
         elif "loss" in kinds:
             proof.mistakes += loss_mistakes(everybody, steps[first], first)
             losses = [one for one in off if one.what == "loss"]
-            return int(losses[0].name.rpartition(" ")[2]) if first == 0 and not proof.mistakes else -1
+            is_cut_alike = bool(self.whole.slices) == (self.whole.config.num_sequence_slices > 1)
+            if first == 0 and not proof.mistakes and is_cut_alike:
+                return int(losses[0].name.rpartition(" ")[2])
         elif "gradient" in kinds:
-            proof.mistakes += self._of_gradients(everybody, steps, first)
+            proof.mistakes += gradient_mistakes(self.whole, steps, first, everybody, self.key_of)
         else:
             proof.mistakes += weight_mistakes(everybody, steps[first], first, self.key_of)
         return -1
-
-    def _of_gradients(self, everybody: Sequence[Evidence], steps: Sequence[WholeStep], first: int) -> list[str]:
-        before = self.whole.parts(steps[first - 1], first - 1) if first else []
-        step = Step(first, steps[first], self.whole.parts(steps[first], first), before)
-        return gradient_mistakes(self.question, self.whole, step, everybody, self.key_of)
 
     def look_at_calls(self, calls: Sequence[Moment], microbatch: int) -> None:
         """Find the first module that computes something else than in the whole model."""

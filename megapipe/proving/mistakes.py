@@ -23,22 +23,6 @@ CLOSE = 1e-3
 """How much factors may be off by: gradients are sums of rounded numbers."""
 
 
-class Step(NamedTuple):
-    """A step whose gradients differ.
-
-    Attributes:
-        number: its number.
-        want: what the whole model has.
-        parts: the parts of its microbatches, of all replicas.
-        parts_before: those of the step before, on the weights of that.
-    """
-
-    number: int
-    want: WholeStep
-    parts: Sequence[Gradients]
-    parts_before: Sequence[Gradients]
-
-
 class OnStage(NamedTuple):
     """The gradients of a stage in a replica, by what the whole model calls them."""
 
@@ -48,23 +32,23 @@ class OnStage(NamedTuple):
 
 
 def gradient_mistakes(
-    question: Question, whole: Reference, step: Step, everybody: Sequence[Evidence], key_of: Mapping[Place, str]
+    whole: Reference, steps: Sequence[WholeStep], number: int, found: Sequence[Evidence], key_of: Mapping[Place, str]
 ) -> list[str]:
-    """Sentences; none where nothing that is known looks like it."""
-    stages, want = _stages(everybody, step.number, key_of), step.want
+    """Sentences on the gradients of a step; none where nothing that is known looks like them."""
+    stages, want = _stages(found, number, key_of), steps[number]
     tied = _ties(whole, stages, want)
     keys = {key for _, keys in tied for key in keys}
     stages = [one._replace(found={k: g for k, g in one.found.items() if k not in keys}) for one in stages]
     wrong = [one for one in stages if not all(near(grad, want.gradients[key]) for key, grad in one.found.items())]
     absent = {one.stage: missing for one in wrong if (missing := _missing(one, want))}
     sentences = [text for text, _ in tied] + _absent_in_words(absent, stages, want)
-    parts = [*step.parts, *step.parts_before]
-    factors = {(one.stage, one.replica): _factors(one, parts) for one in wrong if one.stage not in absent}
-    known = {key: found for key, found in factors.items() if found is not None}
+    now, before = whole.parts(want, number), whole.parts(steps[number - 1], number - 1) if number else []
+    factors = {(one.stage, one.replica): _factors(one, now + before) for one in wrong if one.stage not in absent}
+    known = {key: one for key, one in factors.items() if one is not None}
     if known and len(known) == len(factors):
         tokens = want.num_tokens if whole.config.calculate_per_token_loss else []
-        counts = Counts(question, 1 + max(one.stage for one in stages), tokens)
-        sentences += _factors_in_words(counts, {one.stage for one in stages}, known, len(step.parts))
+        counts = Counts(whole.question, 1 + max(one.stage for one in stages), tokens)
+        sentences += _factors_in_words(counts, {one.stage for one in stages}, known, len(now))
     return sentences
 
 

@@ -14,7 +14,7 @@ from .compare import difference
 from .mistakes import near
 from .names import Place
 from .proof import Difference
-from .reference import Gradients, WholeStep
+from .reference import Reference, WholeStep
 from .trial import Evidence
 
 SLICED = 1e-3
@@ -63,9 +63,9 @@ def _number(report: Any) -> float:
     return values[0] if values else 0.0
 
 
-def slice_mistakes(by_slices: Sequence[Gradients], of_whole: Sequence[Gradients]) -> list[str]:
-    """A microbatch whose gradients are not nearly those of its whole sequences, where these are cut."""
-    for number, (found, want) in enumerate(zip(by_slices, of_whole)):
+def slice_mistakes(whole: Reference, first: WholeStep) -> list[str]:
+    """A microbatch of the first step whose gradients are not nearly those of its whole sequences."""
+    for number, (found, want) in enumerate(zip(whole.parts(first, 0), whole.uncut().parts(first, 0))):
         norms = {key: 0.0 if grad is None else grad.double().norm().item() for key, grad in want.items()}
         off = {key: _distance(found[key], grad) for key, grad in want.items()}
         share = hypot(*off.values()) / (hypot(*norms.values()) or 1.0)
