@@ -46,7 +46,8 @@ class Reference(Whole):
     """
 
     def __init__(self, question: Question, modules: Sequence[nn.Module], config: Any) -> None:
-        super().__init__(modules, question.forward, config, question.options.get("seq_length"))
+        lengths = question.options.get("decoder_seq_length"), question.options.get("seq_length")
+        super().__init__(modules, question.forward, config, lengths[0] or lengths[1])
         self.question, self.forward_only = question, bool(question.options.get("forward_only"))
         self.is_chain = len(modules) > 1
         self.named: dict[str, nn.Parameter] = self._each(parameters_of)

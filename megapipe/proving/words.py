@@ -69,7 +69,7 @@ def slice_mistakes(whole: Reference, first: WholeStep) -> list[str]:
         norms = {key: 0.0 if grad is None else grad.double().norm().item() for key, grad in want.items()}
         off = {key: _distance(found[key], grad) for key, grad in want.items()}
         share = hypot(*off.values()) / (hypot(*norms.values()) or 1.0)
-        if share > SLICED:
+        if share > max(SLICED, whole.question.tolerance):
             return [
                 f"slices: gradients of microbatch {number} are off by {share:.2g} of those of its whole sequences, "
                 f"most of all that of {max(off, key=lambda key: off[key])}: a layer looks back, and does not get what "
