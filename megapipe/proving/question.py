@@ -92,7 +92,13 @@ class Question:
         """The caller's. A module that knows nothing of pipelines becomes a PipelineStage."""
         assert self.make_stage is not None
         made = self.make_stage(info)
-        return made if find_attribute(made, "set_input_tensor") is not None else PipelineStage(made, info, config)
+        if find_attribute(made, "set_input_tensor") is None:
+            return PipelineStage(made, info, config)
+        if self.config is not None:
+            raise ValueError(
+                f"stage {info.index} has a config of its own, so that config= has none to be for: set it there."
+            )
+        return made
 
     @property
     def is_of_megapipe(self) -> bool:

@@ -144,3 +144,14 @@ def test_dropout_by_slices() -> None:
 
     text = " ".join(prove(3, make_stage=changed(drop), **cut(2)).mistakes)
     assert "dropout, or other random numbers: layers." in text
+
+
+def test_a_config_that_no_stage_takes() -> None:
+    """It would have been passed over."""
+
+    def with_its_own(info: StageInfo) -> nn.Module:
+        return megapipe.PipelineStage(toy.Layers(info, 5), info)
+
+    (text,) = prove(3, make_stage=with_its_own).mistakes
+    assert "ValueError: stage " in text
+    assert "has a config of its own" in text
