@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -94,12 +95,12 @@ def prove(
         num_replicas, num_steps, tolerance, name_of, config, options or {}, timeout,
     )  # fmt: skip
     check_question(question)
-    if dist.is_initialized():
-        return answer(question)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if not dist.is_initialized():
+        if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            return prove_on_local_ranks(question)
         dist.init_process_group()
+    with torch.random.fork_rng(devices=[]):  # which only the first rank draws from for the whole model
         return answer(question)
-    return prove_on_local_ranks(question)
 
 
 def prove_on_local_ranks(question: Question, watches_memory: bool = False) -> Proof:
