@@ -75,7 +75,7 @@ NAMES: dict[str, dict[str, str]] = {
         "trainer": "PipelineMixin PipelineTrainer",
         "weights": "named_weights",
     },
-    "megapipe.options": {"activations": "Recompute", "autocast": "Autocast"},
+    "megapipe.options": {"activations": "Recompute", "autocast": "Autocast", "slicing": "sequence_slices"},
     "megapipe.overlap": {
         "collectives": "Pending start_all_gather start_all_reduce start_all_to_all start_reduce_scatter",
         "segments": "Segments find_forward_segments in_segments run_segments",

@@ -74,7 +74,8 @@ def _sizes(sizes: Sequence[Size]) -> str:
     """`3 and 4 microbatches on 2 ranks`, and so on."""
     by_ranks: dict[int, list[str]] = {}
     for size in sizes:
-        by_ranks.setdefault(size.pp_size, []).append(str(size.num_microbatches))
+        cut = f" in {size.num_slices} slices" if size.num_slices > 1 else ""
+        by_ranks.setdefault(size.pp_size, []).append(f"{size.num_microbatches}{cut}")
     return ", ".join(f"{' and '.join(of)} microbatches on {pp_size} ranks" for pp_size, of in by_ranks.items())
 
 

@@ -7,6 +7,7 @@ from ..first_use import names_on_first_use
 if TYPE_CHECKING:
     from .activations import Recompute
     from .autocast import Autocast
+    from .slicing import sequence_slices
 
 __all__: list[str] = []
 

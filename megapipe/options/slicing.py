@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ..config import StepConfig
 from ..plan import RECOMPUTE, Kind
 from ..slices import CarriedState, SequenceSlice
 from ..stages import ActionFunction, Call, Extension, Loss, Stage, UnitState, call_loss_func, divide_loss
@@ -24,7 +25,7 @@ class Slices(Extension):
     """Cuts sequences, and runs their slices."""
 
     def cut(self, call: Call) -> tuple[list[SequenceSlice], type[Stage]]:
-        return sequence_slices(call), SlicedStage
+        return sequence_slices(call.config, call.decoder_seq_length or call.seq_length), SlicedStage
 
     def takes_part(self, call: Call) -> bool:
         self._slices = call.slices
@@ -41,15 +42,13 @@ class Slices(Extension):
         return replay
 
 
-def sequence_slices(call: Call) -> list[SequenceSlice]:
+def sequence_slices(config: StepConfig, seq_length: int | None) -> list[SequenceSlice]:
     """The slices of every sequence.
 
     Raises:
         ValueError: the sequence cannot be cut like that.
     """
-    config = call.config
     num_slices, lengths = config.num_sequence_slices, config.sequence_slice_lengths
-    seq_length = call.decoder_seq_length or call.seq_length
     if seq_length is None:
         raise ValueError(f"num_sequence_slices={num_slices} takes seq_length, the length of what is cut: pass it.")
     num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1

@@ -11,22 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..chunks import find_attribute
+from ..config import PipelineConfig, StepConfig
 from ..plan import StageInfo
-from ..stages import PipelineStage
 from .calls import Moment, first_departure, recorded
 from .compare import compare
 from .local_ranks import first_failure
-from .mistakes import Step, gradient_mistakes
+from .mistakes import gradient_mistakes
 from .names import Place, tensors_of
 from .places import error_in_words
 from .proof import Proof
 from .question import Question, takes_nothing
+from .reference import Reference
 from .trial import Evidence, Trial
-from .whole import Whole, WholeStep
-from .words import call_mistakes, loss_mistakes, rounding, weight_mistakes
+from .words import call_mistakes, loss_mistakes, rounding, slice_mistakes, weight_mistakes
 
-Stages = dict[int, dict[str, Tensor]]
+Stages = Mapping[Place, Tensor]
 """The values of all stages' tensors."""
 
 T = TypeVar("T")
@@ -38,29 +37,26 @@ def answer(question: Question, watches_memory: bool = False) -> Proof:
     Raises:
         ValueError: names of stages are not those of the whole model.
     """
-    trial = Trial(question)
-    own = {info.index: {n: t for (s, n), t in trial.places().items() if s == info.index} for info in trial.infos}
-    stages: Stages = {}
-    for of_rank in _gather({s: {n: t.detach().cpu() for n, t in of.items()} for s, of in own.items()}):
-        stages.update(of_rank)
-    judge: Judge | None = None
+    trial, judges = Trial(question), list[Judge]()
+    own = {place: tensor.detach().cpu() for place, tensor in trial.places().items()}
+    stages = {place: value for of_rank in _gather(own) for place, value in of_rank.items()}
 
-    def first_values() -> dict[Place, Tensor]:
-        nonlocal judge
-        judge = Judge(question, stages, trial.num_stages)
-        return judge.values()
+    def begin() -> tuple[dict[Place, Tensor], bool]:
+        judges.append(Judge(question, stages, trial.num_stages, trial.config))
+        return judges[0].values(), judges[0].whole.is_chain
 
-    values = _from_first(first_values)
+    values, is_chain = _from_first(begin)
     trial.load(values)
     everybody, failed = _trained(trial, watches_memory)
     if failed:
         return Proof(subject_of(question), mistakes=[failed])
-    microbatch = _from_first(lambda: -1 if judge is None else judge.look(everybody))
+    microbatch = _from_first(lambda: judges[0].look(everybody))
     if microbatch >= 0:
-        calls = _record_again(trial, values, microbatch, judge)
-        if judge is not None:
+        trial.load(values)
+        calls = _record_again(trial, microbatch, is_chain)
+        for judge in judges:
             judge.look_at_calls(calls, microbatch)
-    return _from_first(lambda: judge.proof if judge is not None else Proof(""))
+    return _from_first(lambda: judges[0].proof)
 
 
 def _trained(trial: Trial, watches_memory: bool) -> tuple[list[Evidence], str]:
@@ -78,18 +74,17 @@ def _trained(trial: Trial, watches_memory: bool) -> tuple[list[Evidence], str]:
     return evidence, first_failure(errors) if errors else ""
 
 
-def _record_again(trial: Trial, values: Mapping[Place, Tensor], microbatch: int, judge: Judge | None) -> list[Moment]:
+def _record_again(trial: Trial, microbatch: int, is_chain: bool) -> list[Moment]:
     """The first step once more, and what modules are called with in it."""
     question, infos = trial.question, trial.infos
-    trial.load(values)
-    is_chain = _from_first(lambda: judge is not None and judge.whole.is_chain)
 
     def name_of(index: int, name: str) -> str:
         if is_chain:
             return f"{infos[index].index}: {name}"
         return name if question.name_of is None else question.name_of(f"{name}.x", infos[index]).removesuffix(".x")
 
-    with recorded(trial.chunks, microbatch, name_of) as calls:
+    of_each = StepConfig.of(trial.config).num_sequence_slices
+    with recorded(trial.chunks, range(microbatch * of_each, (microbatch + 1) * of_each), name_of) as calls:
         trial.train(1)
     return [call for of_rank in _gather(calls) for call in of_rank]
 
@@ -118,15 +113,19 @@ def _from_first(make: Callable[[], T]) -> T:
 class Judge:
     """The whole model, on the first rank, and what it says of all ranks."""
 
-    def __init__(self, question: Question, stages: Stages, num_stages: int) -> None:
+    def __init__(self, question: Question, stages: Stages, num_stages: int, config: Any) -> None:
         self.question = question
-        self.places = [(stage, name) for stage, tensors in sorted(stages.items()) for name in tensors]
+        self.places = sorted(stages, key=lambda place: place[0])
         self.proof = Proof(f"{subject_of(question)} on {num_stages} stages")
         modules, self.key_of = self._whole_of(stages, num_stages)
-        self.whole = Whole(question, modules)
+        self.whole = Reference(question, modules, config)
         if self.whole.is_chain:
-            self.whole.load({self.key_of[s, name]: value for s, of in stages.items() for name, value in of.items()})
+            self.whole.load({self.key_of[place]: value for place, value in stages.items()})
         self._initial = self.whole.values()
+        if self.whole.slices and not self.whole.asks_for_slices(question.data[0]):
+            self.whole = self.whole.uncut()
+            self.whole.load(self._initial)
+            self.proof.notes.append("the whole model knows of no slices: it has whole sequences, and rounds otherwise")
         unused = [key for key in self.whole.tensors if key not in self.key_of.values()]
         if unused:
             self.proof.mistakes.append(f"no stage has {unused[0]} of the whole model ({len(unused)} such tensors).")
@@ -153,11 +152,7 @@ class Judge:
         if (alone := self._only_stage(stages, named)) is not None:
             self.proof.notes.append("compared with the model as the only stage of one")
             return [alone], named
-        modules = []
-        for info in infos:
-            made = question.make_stage(info)
-            takes_input = find_attribute(made, "set_input_tensor") is not None
-            modules.append(made if takes_input else PipelineStage(made, info))
+        modules = [question.stage(info, PipelineConfig()) for info in infos]
         self.proof.notes.append(
             "compared with all stages, one after the other in one process: give whole= to find what all of them have "
             "wrong alike"
@@ -177,7 +172,7 @@ class Judge:
             return None
         known = tensors_of(alone)
         is_alike = set(named.values()) == set(known) and all(
-            stages[stage][place].shape == known[named[stage, place]].shape for stage, place in self.places
+            stages[place].shape == known[named[place]].shape for place in self.places
         )
         is_repeated = len(set(named.values())) < len(named)
         return alone if is_alike and not is_repeated else None
@@ -191,6 +186,8 @@ class Judge:
         if not any(step.reports for one in everybody for step in one.steps):
             proof.notes.append("losses were not compared: no rank has returned them")
         if not proof.differences:
+            if self.whole.slices:
+                proof.mistakes += slice_mistakes(self.whole, steps[0])
             return -1
         first = proof.differences[0].step
         kinds = {one.what for one in proof.differences if one.step == first}
@@ -200,17 +197,14 @@ class Judge:
         elif "loss" in kinds:
             proof.mistakes += loss_mistakes(everybody, steps[first], first)
             losses = [one for one in off if one.what == "loss"]
-            return int(losses[0].name.rpartition(" ")[2]) if first == 0 and not proof.mistakes else -1
+            is_cut_alike = bool(self.whole.slices) == (self.whole.config.num_sequence_slices > 1)
+            if first == 0 and not proof.mistakes and is_cut_alike:
+                return int(losses[0].name.rpartition(" ")[2])
         elif "gradient" in kinds:
-            proof.mistakes += self._of_gradients(everybody, steps, first)
+            proof.mistakes += gradient_mistakes(self.whole, steps, first, everybody, self.key_of)
         else:
             proof.mistakes += weight_mistakes(everybody, steps[first], first, self.key_of)
         return -1
-
-    def _of_gradients(self, everybody: Sequence[Evidence], steps: Sequence[WholeStep], first: int) -> list[str]:
-        before = self.whole.parts(steps[first - 1], first - 1) if first else []
-        step = Step(first, steps[first], self.whole.parts(steps[first], first), before)
-        return gradient_mistakes(self.question, self.whole, step, everybody, self.key_of)
 
     def look_at_calls(self, calls: Sequence[Moment], microbatch: int) -> None:
         """Find the first module that computes something else than in the whole model."""
@@ -223,8 +217,9 @@ class Judge:
         def forward(record: bool) -> Any:
             self.whole.load(self._initial)
             with ExitStack() as after, torch.no_grad():
-                made = after.enter_context(recorded(self.whole.modules, 0, name_of)) if record else []
-                report = self.whole.forward(batch)[-1]
+                numbers = range(self.whole.config.num_sequence_slices)
+                made = after.enter_context(recorded(self.whole.modules, numbers, name_of)) if record else []
+                report = self.whole.run(batch, 1, forward_only=True)
             wanted.extend(made)
             return report
 

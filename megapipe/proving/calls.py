@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..chunks import unwrap
+from .compare import difference
 from .names import full
 
 NameOf: TypeAlias = Callable[[int, str], str]
@@ -33,17 +33,17 @@ class Moment(NamedTuple):
 
 
 @contextmanager
-def recorded(chunks: Sequence[nn.Module], microbatch: int, name_of: NameOf) -> Iterator[list[Moment]]:
-    """The calls of modules in the forward of one microbatch, each by its begin and its end.
+def recorded(chunks: Sequence[nn.Module], numbers: range, name_of: NameOf) -> Iterator[list[Moment]]:
+    """The calls of modules in some forwards, each by its begin and its end.
 
     Args:
-        microbatch: the how-manieth forward of each chunk.
+        numbers: the how-manieth forwards of each chunk: those of one microbatch, or of its slices.
         name_of: the name of a chunk's module in the whole model, by the place of the chunk.
     """
     calls: list[Moment] = []
     with ExitStack() as after:
         for index, chunk in enumerate(chunks):
-            watch = _Watch(index, microbatch, calls, name_of)
+            watch = _Watch(index, numbers, calls, name_of)
             after.callback(chunk.register_forward_pre_hook(watch.begin).remove)
             after.callback(chunk.register_forward_hook(watch.end).remove)
             for name, module in unwrap(chunk).named_modules():
@@ -57,8 +57,8 @@ def recorded(chunks: Sequence[nn.Module], microbatch: int, name_of: NameOf) -> I
 class _Watch:
     """Follows one chunk. What is computed again in a backward is not its forward."""
 
-    def __init__(self, index: int, microbatch: int, calls: list[Moment], name_of: NameOf) -> None:
-        self._index, self._microbatch, self._calls, self._name_of = index, microbatch, calls, name_of
+    def __init__(self, index: int, numbers: range, calls: list[Moment], name_of: NameOf) -> None:
+        self._index, self._numbers, self._calls, self._name_of = index, numbers, calls, name_of
         self._number = -1
         self._is_within = False
 
@@ -80,7 +80,7 @@ class _Watch:
         return begin, end
 
     def _note(self, name: str, module: nn.Module, is_end: bool, values: dict[str, Any]) -> None:
-        if self._is_within and self._number == self._microbatch:
+        if self._is_within and self._number in self._numbers:
             size = sum(parameter.numel() for parameter in module.parameters())
             kept: dict[str, Any] = tree_map(_copied, values)
             self._calls.append(Moment(self._name_of(self._index, name), type(module).__name__, size, is_end, kept))
@@ -117,34 +117,17 @@ def first_departure(calls: Sequence[Moment], wanted: Sequence[Moment]) -> Depart
         one = found.pop(0)
         for name in dict.fromkeys([*want.values, *one.values]):
             mine, other = one.values.get(name), want.values.get(name)
-            if _differs(mine, other):
+            if difference(mine, other) is not None:
                 words = _in_words(mine, other), _in_words(other, mine)
                 return Departure(want.module, want.kind, "" if want.is_end else name, *words)
     return None
 
 
-def _differs(one: Any, other: Any) -> bool:
-    mine, others = _leaves(one), _leaves(other)
-    return mine.keys() != others.keys() or any(not _equal(mine[path], others[path]) for path in mine)
-
-
-def _leaves(value: Any) -> dict[str, Any]:
-    return {str(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
 def _in_words(one: Any, other: Any) -> str:
-    mine, others = _leaves(one), _leaves(other)
-    for path, leaf in mine.items():
-        if isinstance(leaf, Tensor):
-            text = f"a tensor {list(leaf.shape)} of {str(leaf.dtype).removeprefix('torch.')}"
-            same = others.get(path)
-            if isinstance(same, Tensor) and same.shape == leaf.shape:
-                text += f" with a mean of {leaf.double().mean():.6g}"
-            return text
-    return repr(one)
+    tensors, others = ([leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in (one, other))
+    if not tensors:
+        return repr(one)
+    first = tensors[0]
+    text = f"a tensor {list(first.shape)} of {str(first.dtype).removeprefix('torch.')}"
+    is_alike = bool(others) and others[0].shape == first.shape
+    return text + (f" with a mean of {first.double().mean():.6g}" if is_alike else "")

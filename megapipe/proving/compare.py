@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten
 
 from .names import Place
 from .proof import Difference, Proof
+from .reference import WholeStep
 from .trial import Evidence
-from .whole import WholeStep
 
 
 def compare(
@@ -52,36 +52,42 @@ def compare(
                 proof.differences += off
 
 
-def difference(found: Any, want: Any, tolerance: float) -> tuple[float, float, str] | None:
-    """Tell by how much it is off, of how much, and a word where these are no numbers. None where it is the same."""
-    if found is None or want is None:
-        if found is want:
-            return None
-        other = want if found is None else found
-        if isinstance(other, Tensor) and not other.any():
-            return None  # no gradient, or one of zeros
-        return (inf, inf, "missing" if found is None else "there, and none in the whole model")
-    if isinstance(found, Tensor) and isinstance(want, Tensor):
-        return _of_tensors(found, want.detach().cpu(), tolerance)
+def difference(
+    found: Any, want: Any, tolerance: float = 0.0, of: float | None = None
+) -> tuple[float, float, str] | None:
+    """Tell by how much it is off, of how much, and a word where these are no numbers. None where it is the same.
+
+    Args:
+        of: what the tolerance is a part of; None takes the largest value of each tensor.
+    """
     (own, shape), (others, other_shape) = tree_flatten(found), tree_flatten(want)
     if shape != other_shape:
         return inf, inf, f"{found}, and {want} in the whole model"
-    for one, other in zip(own, others):
-        if isinstance(one, (int, float, Tensor)) and isinstance(other, (int, float, Tensor)):
-            differs = _of_tensors(torch.as_tensor(one), torch.as_tensor(other).detach().cpu(), tolerance)
-            if differs is not None:
-                return differs
+    found_ones = (_of_leaves(one, other, tolerance, of) for one, other in zip(own, others))
+    return next((differs for differs in found_ones if differs is not None), None)
+
+
+def _of_leaves(found: Any, want: Any, tolerance: float, of: float | None) -> tuple[float, float, str] | None:
+    if isinstance(found, (int, float, Tensor)) and isinstance(want, (int, float, Tensor)):
+        return _of_tensors(torch.as_tensor(found), torch.as_tensor(want).detach().cpu(), tolerance, of)
+    if (found is None) != (want is None):
+        other = want if found is None else found
+        if isinstance(other, Tensor) and not other.any():
+            return None  # no gradient, or one of zeros
+        return inf, inf, "missing" if found is None else "there, and none in the whole model"
+    if isinstance(found, str) and found != want:
+        return inf, inf, f"{found}, and {want} in the whole model"
     return None
 
 
-def _of_tensors(found: Tensor, want: Tensor, tolerance: float) -> tuple[float, float, str] | None:
+def _of_tensors(found: Tensor, want: Tensor, tolerance: float, of: float | None) -> tuple[float, float, str] | None:
     if found.shape != want.shape:
         return inf, inf, f"of shape {list(found.shape)}, and {list(want.shape)} in the whole model"
-    if found.dtype == want.dtype and torch.equal(found, want):
+    if (found.dtype == want.dtype and torch.equal(found, want)) or not found.numel():
         return None
-    if not found.numel():
+    found, want = found.detach().double(), want.double()
+    largest = want.abs().max().item()
+    limit = tolerance * (largest if of is None else of)
+    if torch.allclose(found, want, rtol=0, atol=limit if isfinite(limit) else 0.0, equal_nan=True):
         return None
-    by, of = (found.double() - want.double()).abs().max().item(), want.double().abs().max().item()
-    if by <= tolerance * of or (by != by and torch.allclose(found, want, rtol=0, atol=0, equal_nan=True)):
-        return None
-    return by, of, ""
+    return (found - want).abs().max().item(), largest, ""

@@ -16,59 +16,39 @@ from torch import Tensor
 
 from .names import Place
 from .question import Question
+from .reference import Gradients, Reference, WholeStep
 from .trial import Evidence
-from .whole import Gradients, Whole, WholeStep
 
 CLOSE = 1e-3
 """How much factors may be off by: gradients are sums of rounded numbers."""
 
 
-class Step(NamedTuple):
-    """A step whose gradients differ.
-
-    Attributes:
-        number: its number.
-        want: what the whole model has.
-        parts: the parts of its microbatches, of all replicas.
-        parts_before: those of the step before, on the weights of that.
-    """
-
-    number: int
-    want: WholeStep
-    parts: Sequence[Gradients]
-    parts_before: Sequence[Gradients]
-
-
 class OnStage(NamedTuple):
-    """The gradients of a stage on a rank, by what the whole model calls them."""
+    """The gradients of a stage in a replica, by what the whole model calls them."""
 
     stage: int
-    rank: int
     replica: int
     found: Gradients
 
 
 def gradient_mistakes(
-    question: Question, whole: Whole, step: Step, everybody: Sequence[Evidence], key_of: Mapping[Place, str]
+    whole: Reference, steps: Sequence[WholeStep], number: int, found: Sequence[Evidence], key_of: Mapping[Place, str]
 ) -> list[str]:
-    """Sentences; none where nothing that is known looks like it."""
-    stages = _stages(everybody, step.number, key_of)
-    tied = _ties(whole, stages, step.want)
+    """Sentences on the gradients of a step; none where nothing that is known looks like them."""
+    stages, want = _stages(found, number, key_of), steps[number]
+    tied = _ties(whole, stages, want)
     keys = {key for _, keys in tied for key in keys}
-    sentences = [text for text, _ in tied]
     stages = [one._replace(found={k: g for k, g in one.found.items() if k not in keys}) for one in stages]
-    absent = {one.stage: missing for one in stages if (missing := _missing(one, step.want))}
-    sentences += _absent_in_words(absent, stages, step.want)
-    factors = {}
-    for one in stages:
-        if one.stage not in absent and not _is_right(one, step.want):
-            found = _factors(one, [*step.parts, *step.parts_before])
-            if found is not None:
-                factors[one.stage, one.rank, one.replica] = found
-    wrong = {one.stage for one in stages if not _is_right(one, step.want)} - absent.keys()
-    known = {stage for stage, *_ in factors}
-    if factors and known == wrong:
-        sentences += _factors_in_words(question, stages, factors, len(step.parts))
+    wrong = [one for one in stages if not all(near(grad, want.gradients[key]) for key, grad in one.found.items())]
+    absent = {one.stage: missing for one in wrong if (missing := _missing(one, want))}
+    sentences = [text for text, _ in tied] + _absent_in_words(absent, stages, want)
+    now, before = whole.parts(want, number), whole.parts(steps[number - 1], number - 1) if number else []
+    factors = {(one.stage, one.replica): _factors(one, now + before) for one in wrong if one.stage not in absent}
+    known = {key: one for key, one in factors.items() if one is not None}
+    if known and len(known) == len(factors):
+        tokens = want.num_tokens if whole.config.calculate_per_token_loss else []
+        counts = Counts(whole.question, 1 + max(one.stage for one in stages), tokens)
+        sentences += _factors_in_words(counts, {one.stage for one in stages}, known, len(now))
     return sentences
 
 
@@ -77,7 +57,7 @@ def _stages(everybody: Sequence[Evidence], step: int, key_of: Mapping[Place, str
     for one in everybody:
         for stage in one.stages:
             own = {key_of[place]: g for place, g in one.steps[step].gradients.items() if place[0] == stage}
-            found.append(OnStage(stage, one.rank, one.replica, own))
+            found.append(OnStage(stage, one.replica, own))
     return found
 
 
@@ -92,20 +72,16 @@ def near(one: Tensor | None, other: Tensor | None, close: float = 1e-5) -> bool:
     return bool((one.double() - other).norm().item() <= close * max(_norm(one), other.norm().item()))
 
 
-def _is_right(one: OnStage, want: WholeStep) -> bool:
-    return all(near(grad, want.gradients[key]) for key, grad in one.found.items())
-
-
 # Ties
 
 
-def _ties(whole: Whole, stages: Sequence[OnStage], want: WholeStep) -> list[tuple[str, list[str]]]:
+def _ties(whole: Reference, stages: Sequence[OnStage], want: WholeStep) -> list[tuple[str, list[str]]]:
     """A weight that several stages have, each with its own part of the gradient."""
     by_tensor: defaultdict[int, dict[tuple[int, str], Tensor | None]] = defaultdict(dict)
     for one in stages:
         if one.replica == 0:
             for key, grad in one.found.items():
-                by_tensor[id(whole.parameters[key])][one.stage, key] = grad
+                by_tensor[id(whole.named[key])][one.stage, key] = grad
     sentences = []
     for holders in by_tensor.values():
         grads = [grad for grad in holders.values() if grad is not None]
@@ -184,17 +160,16 @@ def _factors(one: OnStage, parts: Sequence[Gradients]) -> list[float] | None:
     return factors.tolist() if off <= CLOSE * found.norm() else None
 
 
-Key = tuple[int, int, int]
+Key = tuple[int, int]
+"""A stage and a replica."""
 
 
 def _factors_in_words(
-    question: Question, stages: Sequence[OnStage], factors: Mapping[Key, list[float]], num_parts: int
+    counts: Counts, everywhere: set[int], factors: Mapping[Key, list[float]], num_parts: int
 ) -> list[str]:
     by_text: defaultdict[str, list[int]] = defaultdict(list)
-    counts = Counts(question, 1 + max(one.stage for one in stages))
-    for (stage, _, replica), of_stage in factors.items():
+    for (stage, replica), of_stage in factors.items():
         by_text[_one_in_words(counts, replica, of_stage[:num_parts], of_stage[num_parts:])].append(stage)
-    everywhere = {one.stage for one in stages}
     if text := _growing(factors, num_parts, everywhere):
         return [text]
     sentences = []
@@ -205,34 +180,61 @@ def _factors_in_words(
 
 
 class Counts:
-    """The numbers that a factor may come from."""
+    """The numbers that a factor may come from.
 
-    def __init__(self, question: Question, num_stages: int) -> None:
-        self.m, self.replicas = question.num_microbatches, question.num_replicas
+    Args:
+        tokens: of each microbatch, of all replicas, where gradients are to be divided by all of them.
+    """
+
+    def __init__(self, question: Question, num_stages: int, tokens: Sequence[float]) -> None:
+        self.m, self.replicas, self.tokens = question.num_microbatches, question.num_replicas, tokens
         self.named = {
+            "the number of tokens": sum(tokens),
             "the number of microbatches": self.m,
             "the number of replicas": self.replicas,
             "the number of stages": num_stages,
+            "the number of microbatches of all replicas": self.m * self.replicas if self.replicas > 1 else 0,
         }
-        if self.replicas > 1:
-            self.named["the number of microbatches of all replicas"] = self.m * self.replicas
 
     def in_words(self, factor: float) -> str:
         """What a factor is, beside 1."""
-        known = {name: n for name, n in self.named.items() if n > 1}
-        if times := [name for name, n in known.items() if abs(factor - n) < CLOSE * n]:
-            reason = {
-                "the number of microbatches": "the loss, or the gradient, is not divided by it",
-                "the number of replicas": "they are summed over replicas and not averaged",
-            }.get(times[0], "something is counted once too often")
-            return f"{factor:.4g} times too large, by {' or '.join(times)}: {reason}."
-        if over := [name for name, n in known.items() if abs(factor * n - 1) < CLOSE]:
-            reason = {
-                "the number of microbatches": "the loss is divided by it twice: the schedule does so already",
-                "the number of replicas": "they are divided by it twice, or not summed before they are divided",
-            }.get(over[0], "something is divided once too often")
-            return f"{factor:.4g} of what they should be, 1 over {' or '.join(over)}: {reason}."
+        sizes = f"{factor:.4g} times too large, by", f"{factor:.4g} of what they should be, 1 over"
+        for number, (size, text) in enumerate(zip((factor, 1 / factor if factor else 0.0), sizes)):
+            if names := [name for name, n in self.named.items() if n > 1 and abs(size - n) < CLOSE * n]:
+                return f"{text} {' or '.join(names)}: {REASONS.get(names[0], OTHER_REASONS)[number]}."
         return f"{factor:.4g} times what they should be: something is scaled once too often, or not at all."
+
+    def by_tokens(self, factors: Sequence[float]) -> str:
+        """Whether they are 1 over the tokens of each microbatch, or of each replica; "" where not."""
+        rows = [(f, n, sum(self._of_replica(k))) for k, (f, n) in enumerate(zip(factors, self.tokens)) if n]
+        for column, whose in ((1, "microbatch"), (2, "replica")):
+            if rows and _alike([row[0] * row[column] for row in rows]):
+                return (
+                    f"divided by the tokens of each {whose} by itself, so that tokens of one that has few count more: "
+                    "let losses be sums, and divide behind the step by the tokens of all (divide_by_num_tokens)."
+                )
+        return ""
+
+    def _of_replica(self, microbatch: int) -> Sequence[float]:
+        first = microbatch // self.m * self.m
+        return self.tokens[first : first + self.m]
+
+
+REASONS = {
+    "the number of tokens": (
+        "losses are sums over tokens, and gradients are not divided behind the step (divide_by_num_tokens)",
+        "they are divided by it twice",
+    ),
+    "the number of microbatches": (
+        "the loss, or the gradient, is not divided by it",
+        "the loss is divided by it twice: the schedule does so already",
+    ),
+    "the number of replicas": (
+        "they are summed over replicas and not averaged",
+        "they are divided by it twice, or not summed before they are divided",
+    ),
+}
+OTHER_REASONS = ("something is counted once too often", "something is divided once too often")
 
 
 def _one_in_words(counts: Counts, replica: int, now: Sequence[float], before: Sequence[float]) -> str:
@@ -240,6 +242,8 @@ def _one_in_words(counts: Counts, replica: int, now: Sequence[float], before: Se
         return "those of this step and of the step before: they are not cleared in between (optimizer.zero_grad())."
     if _alike(now):
         return counts.in_words(now[0])
+    if text := counts.by_tokens(now):
+        return text
     own = now[replica * counts.m : (replica + 1) * counts.m]
     others = [*now[: replica * counts.m], *now[(replica + 1) * counts.m :]]
     if others and _alike(own) and _nothing(others):
@@ -275,7 +279,7 @@ def _nothing(factors: Iterable[float]) -> bool:
 def _growing(factors: Mapping[Key, list[float]], num_parts: int, stages: Iterable[int]) -> str:
     """Where each stage has the factor of the one behind it, and once more; "" where it is not like that."""
     by_stage = dict.fromkeys(stages, 1.0)
-    by_stage |= {stage: now[0] for (stage, *_), now in factors.items() if _alike(now[:num_parts])}
+    by_stage |= {stage: now[0] for (stage, _), now in factors.items() if _alike(now[:num_parts])}
     in_order = [by_stage[stage] for stage in sorted(by_stage)]
     ratios = [one / other for one, other in pairwise(in_order) if other]
     if len(ratios) < 2 or not _alike(ratios) or abs(ratios[0] - 1) < 10 * CLOSE:

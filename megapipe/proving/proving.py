@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import integrations
+from ..config import PipelineConfig
 from ..plan import StageInfo, find_schedule
 from .answer import answer, subject_of
 from .cutting import LossOf, is_of_transformers
@@ -36,6 +38,7 @@ def prove(
     num_steps: int = 2,
     tolerance: float = 0.0,
     name_of: Callable[[str, StageInfo], str] | None = None,
+    config: PipelineConfig | None = None,
     options: dict[str, Any] | None = None,
     timeout: float = 60.0,
 ) -> Proof:
@@ -68,6 +71,9 @@ def prove(
         num_steps: a second step sees what the first has left behind.
         tolerance: by how much numbers may be off, over the largest of their tensor, where sums have another order.
         name_of: what the whole model calls a tensor, by its name in a stage and the stage.
+        config: the settings of stages that are made here: of a PipelineStage, and of what is cut. Stages with a config
+            of their own have that. Where it cuts sequences into slices, the whole model runs by slices, too, and its
+            gradients are to be those of whole sequences but for rounding.
         options: more keywords of the schedule's call, such as seq_length and micro_batch_size, or forward_only.
         timeout: seconds until ranks on this machine count as hung.
 
@@ -86,15 +92,15 @@ def prove(
         raise ValueError("give make_stage, which makes the module of a stage, or model, a whole one to be cut.")
     question = Question(
         make_stage, forward_step, list(data), schedule, whole, loss, train_step, optimizer, num_chunks, pp_size,
-        num_replicas, num_steps, tolerance, name_of, options or {}, timeout,
+        num_replicas, num_steps, tolerance, name_of, config, options or {}, timeout,
     )  # fmt: skip
     check_question(question)
-    if dist.is_initialized():
-        return answer(question)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if not dist.is_initialized():
+        if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            return prove_on_local_ranks(question)
         dist.init_process_group()
+    with torch.random.fork_rng(devices=[]):  # which only the first rank draws from for the whole model
         return answer(question)
-    return prove_on_local_ranks(question)
 
 
 def prove_on_local_ranks(question: Question, watches_memory: bool = False) -> Proof:

@@ -11,7 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..chunks import find_attribute
+from ..config import PipelineConfig
 from ..plan import Plan, Schedule, StageInfo
+from ..stages import PipelineStage
 
 
 class Optimizer(Protocol):
@@ -57,6 +60,7 @@ class Question:
     num_steps: int = 2
     tolerance: float = 0.0
     name_of: Callable[[str, StageInfo], str] | None = None
+    config: PipelineConfig | None = None
     options: dict[str, Any] = field(default_factory=dict)
     timeout: float = 60.0
     is_local: bool = False
@@ -83,6 +87,18 @@ class Question:
             return loss, loss.detach()
 
         return chunk(*batch), loss_func
+
+    def stage(self, info: StageInfo, config: PipelineConfig) -> nn.Module:
+        """The caller's. A module that knows nothing of pipelines becomes a PipelineStage."""
+        assert self.make_stage is not None
+        made = self.make_stage(info)
+        if find_attribute(made, "set_input_tensor") is None:
+            return PipelineStage(made, info, config)
+        if self.config is not None:
+            raise ValueError(
+                f"stage {info.index} has a config of its own, so that config= has none to be for: set it there."
+            )
+        return made
 
     @property
     def is_of_megapipe(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config import PipelineConfig
 from ..plan import (
     AnySchedule,
     Plan,
@@ -127,7 +128,9 @@ def prove_schedule(
         return proof
     to_run = [size for size in sizes.right if size.pp_size in (RANKS if schedule.sizes is None else [size.pp_size])]
     for pp_size in sorted({size.pp_size for size in to_run}):
-        chosen = _chosen([size for size in to_run if size.pp_size == pp_size and size.num_slices == 1])
+        of_ranks = [size for size in to_run if size.pp_size == pp_size]
+        cut = _chosen([size for size in of_ranks if size.num_slices > 1])[:1]
+        chosen = [*cut, *_chosen([size for size in of_ranks if size.num_slices == 1])]
         plans = [plan_of_size(schedule, size, num_chunks) for size in chosen]
         if not plans or plans[0].forward_only:
             continue
@@ -195,12 +198,14 @@ def _run(schedule: Schedule, plans: Sequence[Plan]) -> tuple[list[Proof], list[P
         return Question(
             make_stage,
             toy.forward_step,
-            toy.microbatches(plan.num_microbatches),
+            toy.microbatches(plan.num_microbatches, length := max(toy.LENGTH, plan.num_slices)),
             (lambda: torchs.runtime_of_plan(plan, make_stage, toy.loss_of)) if by_torch else schedule,
             whole=lambda: toy.Layers(StageInfo(0, 1), num_layers),
             loss=toy.loss_of,
             num_chunks=plan.num_chunks,
             pp_size=pp_size,
+            config=PipelineConfig(num_sequence_slices=plan.num_slices),
+            options={"seq_length": length, "micro_batch_size": toy.BATCH},
             is_local=True,
             tolerance=ROUNDED if by_torch and plan.num_microbatches & (plan.num_microbatches - 1) else 0.0,
         )
@@ -212,7 +217,8 @@ def _run(schedule: Schedule, plans: Sequence[Plan]) -> tuple[list[Proof], list[P
         return proofs, _measured(last, proofs[-1].held, num_layers, lambda plan: answer(question_of(plan, False), True))
 
     def subject(plan: Plan) -> str:
-        return f"{schedule.name}, {plan.num_microbatches} microbatches on {num_stages} stages of {pp_size} ranks"
+        cut = f" in {plan.num_slices} slices" if plan.num_slices > 1 else ""
+        return f"{schedule.name}, {plan.num_microbatches} microbatches{cut} on {num_stages} stages of {pp_size} ranks"
 
     def tried(what: Callable[[], Any], plan: Plan) -> tuple[Any, list[Proof]]:
         try:
@@ -234,9 +240,11 @@ def _run(schedule: Schedule, plans: Sequence[Plan]) -> tuple[list[Proof], list[P
 
 def _measured(plan: Plan, held: Sequence[int], num_layers: int, run: Callable[[Plan], Proof]) -> list[float]:
     """The most microbatches at once on each rank, by the bytes of a step, those of a step of one microbatch, and those
-    that one takes between its forward and its backward. None where the schedule runs no single one."""
+    that one takes between its forward and its backward. None where the schedule runs no single one, or slices."""
     from .toy import bytes_of_microbatch
 
+    if plan.num_slices > 1:
+        return []
     try:
         single = plan_of_size(find_schedule(plan.name), Size(plan.pp_size, 1), plan.num_chunks)
     except ValueError:

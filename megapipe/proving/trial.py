@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from .. import parallel_state
 from ..calling import get_forward_backward_func
@@ -17,13 +18,12 @@ from ..chunks import find_attribute
 from ..config import PipelineConfig
 from ..plan import StageInfo, loop
 from ..runtime import stages_for_rank
-from ..stages import PipelineStage
 from ..timing import LiveStorages
-from ..training import GradientReducer
+from ..training import GradientReducer, divide_by_num_tokens
 from .names import Place, buffers_of, copy_into, full, gradient_of, parameters_of, tensors_of
 from .question import Question, make
+from .reference import seed
 from .torchs import is_torchs, step_of_torchs
-from .whole import seed
 
 
 @dataclass
@@ -48,7 +48,6 @@ class Evidence:
     """What a rank has to say."""
 
     rank: int
-    pp_rank: int
     replica: int
     stages: list[int]
     steps: list[RankStep] = field(default_factory=list)
@@ -79,30 +78,33 @@ class Trial:
         return loop.stages(parallel_state.get_pipeline_model_parallel_rank(), pp_size, num_chunks)
 
     def _make_chunks(self) -> list[nn.Module]:
-        """A module that knows nothing of pipelines becomes a PipelineStage."""
-        question, config = self.question, PipelineConfig()
+        question, config = self.question, replace(self.question.config or PipelineConfig())
         if question.make_stage is None:
             from .cutting import cut_model
 
-            chunks = cut_model(question)
+            chunks = cut_model(question, config)
         else:
-            made = [(question.make_stage(info), info) for info in self.infos]
-            takes = [find_attribute(one, "set_input_tensor") is not None for one, _ in made]
-            chunks = [one if is_one else PipelineStage(one, info, config) for (one, info), is_one in zip(made, takes)]
-        if question.num_replicas > 1 and question.train_step is None:
-            reducer = GradientReducer(chunks)
-            for chunk in chunks:
-                settings = find_attribute(chunk, "config")
-                if getattr(settings, "finalize_model_grads_func", None) is None:
-                    settings.finalize_model_grads_func = reducer.finish
-        return list(chunks)
+            chunks = [question.stage(info, config) for info in self.infos]
+        if question.train_step is None:
+            self._finalize(chunks)
+        return chunks
+
+    def _finalize(self, chunks: list[nn.Module]) -> None:
+        """What a trainer does: gradients are averaged over replicas, and divided by tokens where they are sums."""
+        settings = [find_attribute(chunk, "config") for chunk in chunks]
+        finish: Any = None
+        if self.question.num_replicas > 1:
+            finish = GradientReducer(chunks).finish
+        elif getattr(settings[0], "calculate_per_token_loss", False):
+            finish = divide_by_num_tokens
+        for one in settings if finish is not None else []:
+            if getattr(one, "finalize_model_grads_func", None) is None:
+                one.finalize_model_grads_func = finish
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The rank in the pipeline, and the replica."""
-        if not parallel_state.model_parallel_is_initialized():
-            return dist.get_rank(), 0
-        return parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    def config(self) -> Any:
+        """The settings of all chunks; None where they have none."""
+        return find_attribute(self.chunks[0], "config")
 
     def places(self, tensors: Callable[[nn.Module], Any] = tensors_of) -> dict[Place, Any]:
         """All tensors of this rank's stages."""
@@ -122,10 +124,11 @@ class Trial:
                     raise ValueError(f"{place[1]} of stage {place[0]} is not as in the whole model: {error}.") from None
 
     def train(self, num_steps: int, watches_memory: bool = False) -> Evidence:
-        question, (pp_rank, replica) = self.question, self.place
+        question = self.question
+        replica = parallel_state.get_data_parallel_rank() if parallel_state.model_parallel_is_initialized() else 0
         parameters = list(dict.fromkeys(p for chunk in self.chunks for _, p in parameters_of(chunk)))
         optimizer = question.optimizer(parameters)
-        found = Evidence(dist.get_rank(), pp_rank, replica, [info.index for info in self.infos])
+        found = Evidence(dist.get_rank(), replica, [info.index for info in self.infos])
         for number in range(num_steps):
             gradients = before_update(optimizer, self.gradients)
             seed(number, replica)
@@ -182,6 +185,4 @@ def before_update(optimizer: Any, look: Callable[[], dict[Place, Tensor | None]]
 
 def _plain(report: Any) -> Any:
     """A report that can be sent and kept."""
-    from torch.utils._pytree import tree_map
-
     return tree_map(lambda one: full(one) if isinstance(one, Tensor) else one, report)

@@ -1,38 +1,24 @@
-"""The model that everything is compared with: whole, in one process, microbatch by microbatch."""
+"""The model that everything is compared with: whole, in one process, microbatch by microbatch, in plain PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_map
 
 from ..chunks import find_attribute
-from .names import buffers_of, copy_into, parameters_of, tensors_of
-from .question import Question
+from ..config import StepConfig
+from ..options import sequence_slices
+from ..overlap import Segments
+from ..slices import CarriedState
 
-Values = dict[str, Tensor]
-Gradients = dict[str, Tensor | None]
-
-
-@dataclass
-class WholeStep:
-    """What one step of the whole model gives.
-
-    Attributes:
-        reports: by replica and microbatch.
-        gradients: those of the mean over all microbatches of all replicas.
-        weights, buffers: after the optimizer's step. Each replica has buffers of its own: these are the first's.
-        before: weights and buffers before the step.
-    """
-
-    reports: list[list[Any]]
-    gradients: Gradients
-    weights: Values
-    buffers: Values
-    before: Values
+OfKind = TypeVar("OfKind", bound="Whole")
 
 
 class Whole:
@@ -40,116 +26,143 @@ class Whole:
 
     Args:
         modules: the model; or all of its stages, which are run one after the other.
+        forward_step: as a schedule is given it.
+        config: that of the pipeline's chunks. It says what losses are divided by, and whether sequences are cut: then
+            they are here, too, slice by slice.
+        seq_length: of the sequences that are cut.
+
+    Attributes:
+        num_tokens: what the loss functions have counted, by microbatch.
     """
 
-    def __init__(self, question: Question, modules: Sequence[nn.Module]) -> None:
-        self.question, self.modules = question, modules
-        self.is_chain = len(modules) > 1
-        self.parameters: dict[str, nn.Parameter] = self._each(parameters_of)
-        self.tensors: Values = self._each(tensors_of)
-        self.buffers: Values = self._each(buffers_of)
-        self._distinct = list(dict.fromkeys(self.parameters.values()))
+    def __init__(
+        self, modules: Sequence[nn.Module], forward_step: Callable[..., Any], config: Any = None, seq_length: Any = None
+    ) -> None:
+        self.modules, self.forward_step, self.config = modules, forward_step, StepConfig.of(config)
+        self.slices = sequence_slices(self.config, seq_length) if self.config.num_sequence_slices > 1 else []
+        self.num_tokens: list[float] = []
 
-    def _each(self, tensors: Any) -> dict[str, Any]:
-        return {
-            self.key(stage, name): tensor
-            for stage, module in enumerate(self.modules)
-            for name, tensor in dict(tensors(module)).items()
-        }
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(dict.fromkeys(p for module in self.modules for p in module.parameters()))
 
-    def key(self, stage: int, name: str) -> str:
-        """What a tensor is called here."""
-        return f"{stage}: {name}" if self.is_chain else name
+    def step(self, data: Sequence[Any], forward_only: bool = False) -> list[Any]:
+        """One step. Gradients are added to those that are there; of a loss per token they are sums over all tokens.
 
-    def load(self, values: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for key, value in values.items():
-                copy_into(self.tensors[key], value)
+        Args:
+            data: the microbatches.
 
-    def values(self) -> Values:
-        return {key: tensor.detach().clone() for key, tensor in self.tensors.items()}
+        Returns:
+            What is reported of each of them.
+        """
+        return [self.run(batch, len(data), forward_only) for batch in data]
 
-    def train(self, num_steps: int) -> list[WholeStep]:
-        optimizer = self.question.optimizer(self._distinct)
-        steps = []
-        for number in range(num_steps):
-            before = self.values()
-            optimizer.zero_grad()
-            reports, gradients = self._of_replicas(number)
-            for parameter, grad in gradients.items():
-                parameter.grad = grad
-            optimizer.step()
-            of_step = {key: gradients[p] for key, p in self.parameters.items()}
-            after = self.values()
-            weights, buffers = ({key: after[key] for key in keys} for keys in (self.parameters, self.buffers))
-            steps.append(WholeStep(reports, _copied(of_step), weights, buffers, before))
-        return steps
+    def step_of_replicas(
+        self,
+        data: Sequence[Sequence[Any]],
+        forward_only: bool = False,
+        begin: Callable[[int], Any] = lambda replica: None,
+    ) -> list[list[Any]]:
+        """One step of several replicas, one after the other, whose gradients are averaged.
 
-    def _of_replicas(self, step: int) -> tuple[list[list[Any]], dict[nn.Parameter, Tensor | None]]:
-        """The reports of each replica, and the mean of their gradients."""
-        question, reports, gradients, buffers = self.question, [], [], []
-        before = {key: buffer.clone() for key, buffer in self.buffers.items()}
-        for replica in range(question.num_replicas):
-            self.load(before)
-            seed(step, replica)
-            self._forget()
-            reports.append([self.backward(batch) for batch in question.of_replica(replica)])
-            gradients.append([None if p.grad is None else p.grad.clone() for p in self._distinct])
-            buffers.append({key: buffer.clone() for key, buffer in self.buffers.items()})
-        self.load(buffers[0])
-        return reports, dict(zip(self._distinct, map(_mean, zip(*gradients))))
+        Args:
+            data: the microbatches of each.
+            begin: called before each replica's, with its number.
 
-    def parts(self, step: WholeStep, number: int) -> list[Gradients]:
-        """The part of each microbatch, of all replicas, in the gradients of a step."""
+        Returns:
+            What each reports.
+        """
+        reports, gradients = [], []
+        for replica, own in enumerate(data):
+            begin(replica)
+            self.forget_gradients()
+            reports.append(self.step(own, forward_only))
+            gradients.append([parameter.grad for parameter in self.parameters])
+        for parameter, grad in zip(self.parameters, mean_of_replicas(gradients)):
+            parameter.grad = grad
+        return reports
+
+    def run(self, batch: Any, num_microbatches: int, forward_only: bool = False) -> Any:
+        """Forward and backward of one microbatch, of so many. Returns its report."""
+        state = CarriedState(needs_grad=not forward_only)
         parts = []
-        for replica in range(self.question.num_replicas):
-            self.load(step.before)
-            seed(number, replica)
-            for batch in self.question.of_replica(replica):
-                self._forget()
-                self.backward(batch)
-                share = 1 / self.question.num_replicas
-                own = {key: None if p.grad is None else p.grad * share for key, p in self.parameters.items()}
-                parts.append(own)
-        return parts
+        for context in [state.forward(this) for this in self.slices] or [nullcontext()]:
+            with context, torch.set_grad_enabled(not forward_only):
+                parts.append(self.forward(batch))
+        tokens = sum(torch.as_tensor(part[1]).detach().sum() for part in parts) if len(parts[0]) == 3 else None
+        if tokens is not None:
+            self.num_tokens.append(float(tokens))
+        losses = [] if forward_only else [self._divided(loss, num_microbatches, tokens) for loss, *_ in parts]
+        for this, loss in zip(reversed(self.slices), reversed(losses)):
+            with state.backward(this):
+                _backward(loss, state.roots(this.index))
+        if not self.slices and losses:
+            _backward(losses[0])
+        return added([report for *_, report in parts])
 
-    def _forget(self) -> None:
-        for parameter in self._distinct:
-            parameter.grad = None
-
-    def backward(self, batch: Any) -> Any:
-        """Forward of a microbatch and, in training, backward. Returns the report."""
-        is_trained = not self.question.options.get("forward_only")
-        with torch.set_grad_enabled(is_trained):
-            loss, *num_tokens, report = self.forward(batch)
-        if num_tokens:
-            loss = loss / num_tokens[0]
-        if is_trained and isinstance(loss, Tensor) and loss.requires_grad:
-            (loss / self.question.num_microbatches).backward()  # type: ignore[no-untyped-call]
-        return report
+    def _divided(self, loss: Any, num_microbatches: int, tokens: Any) -> Any:
+        """What is differentiated. Divisions are in the order of a step, since each rounds."""
+        if tokens is None:
+            return loss * self.config.context_parallel_size / num_microbatches
+        if self.config.calculate_per_token_loss:
+            return loss
+        tokens = tokens if tokens > 0 else 1
+        return loss / num_microbatches / tokens if self.slices else loss / tokens / num_microbatches
 
     def forward(self, batch: Any) -> tuple[Any, ...]:
-        """What the loss function returns of a microbatch."""
+        """What the loss function returns of a microbatch, or of the current slice of one."""
+        output, loss_func = self._output(batch)
+        found: tuple[Any, ...] = loss_func(output)
+        return found
+
+    def _output(self, batch: Any) -> tuple[Any, Any]:
         received: Any = None
         for index, module in enumerate(self.modules):
             if (hand := find_attribute(module, "set_input_tensor")) is not None:
-                is_one = index == 0 or isinstance(received, Tensor) or not isinstance(received, (list, tuple, dict))
-                hand([received] if is_one else received)
-            received, loss_func = self.question.forward(iter([batch]), module)
-        found: tuple[Any, ...] = loss_func(received)
-        return found
+                hand([received] if index == 0 or isinstance(received, Tensor) else received)
+            received, loss_func = self.forward_step(iter([batch]), module)
+            if isinstance(received, Segments):
+                received = received.finish()
+        return received, loss_func
+
+    def asks_for_slices(self, batch: Any) -> bool:
+        """Whether it runs slices. A model that does not ask which one it is to compute runs all of the sequence."""
+        state = CarriedState(needs_grad=False)
+        with state.forward(self.slices[0]), torch.no_grad():
+            self._output(batch)
+        return state.was_asked
+
+    def uncut(self: OfKind) -> OfKind:
+        """The same model, by whole sequences."""
+        other = copy.copy(self)
+        other.slices, other.num_tokens = [], []
+        return other
+
+    def forget_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
-def _mean(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The mean of those of all replicas, of which one that has none counts as zeros."""
-    there = [grad for grad in gradients if grad is not None]
-    return sum(there[1:], there[0]) / len(gradients) if there else None
+def _backward(loss: Tensor, others: Sequence[tuple[GradientEdge, Tensor]] = ()) -> None:
+    """Begin at a loss, and at what later slices have gradients for."""
+    ends: list[tuple[Any, Tensor]] = [*others, (loss, torch.ones_like(loss))] if loss.requires_grad else [*others]
+    if ends:
+        torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
 
 
-def _copied(gradients: Gradients) -> Gradients:
-    return {key: None if grad is None else grad.clone() for key, grad in gradients.items()}
+def added(reports: Sequence[Any]) -> Any:
+    """One report of those of all slices: numbers are added, of anything else the last one counts."""
+
+    def add(*parts: Any) -> Any:
+        return sum(parts[1:], parts[0]) if isinstance(parts[0], (Tensor, int, float, complex)) else parts[-1]
+
+    return reports[0] if len(reports) == 1 else tree_map(add, *reports)
 
 
-def seed(step: int, replica: int = 0) -> None:
-    """Whatever draws random numbers begins each step alike."""
-    torch.default_generator.manual_seed(1000 * step + replica)
+def mean_of_replicas(gradients: Iterable[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """The means of gradients, by parameter. A replica that has none counts as one of zeros."""
+    means: list[Tensor | None] = []
+    for grads in zip(*gradients):
+        there = [grad for grad in grads if grad is not None]
+        means.append(sum(there[1:], there[0].clone()) / len(grads) if there else None)
+    return means

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import hypot
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +14,11 @@ from .compare import difference
 from .mistakes import near
 from .names import Place
 from .proof import Difference
+from .reference import Reference, WholeStep
 from .trial import Evidence
-from .whole import WholeStep
+
+SLICED = 1e-3
+"""How much of their norm gradients by slices may be off: sums over a sequence are made in parts."""
 
 ROUNDED = 1e-5
 """Differences over the largest value that another order of sums makes in float32."""
@@ -57,6 +61,28 @@ def loss_mistakes(everybody: Sequence[Evidence], want: WholeStep, step: int) -> 
 def _number(report: Any) -> float:
     values = [float(one) for one in tree_leaves(report) if isinstance(one, (int, float, Tensor))]
     return values[0] if values else 0.0
+
+
+def slice_mistakes(whole: Reference, first: WholeStep) -> list[str]:
+    """A microbatch of the first step whose gradients are not nearly those of its whole sequences."""
+    for number, (found, want) in enumerate(zip(whole.parts(first, 0), whole.uncut().parts(first, 0))):
+        norms = {key: 0.0 if grad is None else grad.double().norm().item() for key, grad in want.items()}
+        off = {key: _distance(found[key], grad) for key, grad in want.items()}
+        share = hypot(*off.values()) / (hypot(*norms.values()) or 1.0)
+        if share > max(SLICED, whole.question.tolerance):
+            return [
+                f"slices: gradients of microbatch {number} are off by {share:.2g} of those of its whole sequences, "
+                f"most of all that of {max(off, key=lambda key: off[key])}: a layer looks back, and does not get what "
+                "earlier slices have (megapipe.slices.attention, earlier), or positions begin anew in each slice "
+                "(slices.positions), or a loss is not the slice's part of the microbatch's, or random numbers are "
+                "drawn."
+            ]
+    return []
+
+
+def _distance(one: Tensor | None, other: Tensor | None) -> float:
+    there = [grad.double() for grad in (one, other) if grad is not None]
+    return (there[0] - there[1] if len(there) == 2 else there[0]).norm().item() if there else 0.0
 
 
 def weight_mistakes(

@@ -539,15 +539,13 @@ class NumTokens(Feature):
     """The loss function returns the number of tokens, too, as whole numbers. Slices are divided by their sum; or by
     nothing, and whoever finalizes the gradients is given that sum."""
 
-    tolerance: float = 0.0
     per_token: bool = False
 
     traits = property(lambda self: {"calculate_per_token_loss"} if self.per_token else ())
 
     @classmethod
     def draw(cls, rng: Random, case: Case) -> Feature:
-        tolerance = 1e-12 if case.get("Double") else 1e-2 if case.get("Autocast") else 1e-5
-        return cls(tolerance if case.is_cut else 0.0, rng.random() < 0.3)
+        return cls(rng.random() < 0.3)
 
     def config(self, config: dict[str, Any]) -> None:
         config["calculate_per_token_loss"] = self.per_token

@@ -10,14 +10,13 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from tools.by_slices import run_by_slices
 from tools.models import BATCH, HIDDEN, VOCABULARY, Block, Window, batches, loss_of, seed_cpu
-from tools.replicas import average
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megapipe import StageInfo, distribute_layers, slices
 from megapipe.overlap import in_segments, run_segments
+from megapipe.proving.whole import Whole
 
 from .case import SEQUENCE, Case
 from .messages import WAYS
@@ -134,74 +133,40 @@ def loss_and_report(case: Case, output: Any, batch: dict[str, Any]) -> tuple[Any
     return (loss * size, torch.tensor(labels.numel()), report) if case.get("NumTokens") else (loss, report)
 
 
-class Unpartitioned:
-    """All stages, one after the other, in plain PyTorch."""
+class Unpartitioned(Whole):
+    """All stages, one after the other."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.stages = [Stage(case, StageInfo(index, case.num_stages)) for index in range(case.num_stages)]
+        super().__init__(self.stages, forward_step, self.stages[0].config, case.sequence)
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """They may be others after each step."""
-        return list(dict.fromkeys(p for stage in self.stages for p in stage.parameters()))
+    def losses(self, seed: int, replica: int, forward_only: bool) -> list[Tensor]:
+        """Those of one replica in one step. Gradients are averages over all of them."""
+        data = [[*data_of(self.case, seed, one)] for one in range(self.case.num_replicas)]
+        if forward_only or len(data) == 1:  # gradients are added to those that are there
+            return [report["loss"] for report in self.step(data[replica], forward_only)]
+        return [report["loss"] for report in self.step_of_replicas(data)[replica]]
 
-    def step(self, seed: int, replica: int, forward_only: bool) -> list[Tensor]:
-        """The losses of one replica. Gradients are averages over all of them."""
-        if forward_only or self.case.num_replicas == 1:
-            return [self.run(batch, forward_only) for batch in data_of(self.case, seed, replica)]
-        losses, gradients = [], []
-        for one in range(self.case.num_replicas):
-            self.forget_gradients()
-            losses.append([self.run(batch) for batch in data_of(self.case, seed, one)])
-            gradients.append([p.grad for p in self.parameters])
-        for parameter, grad in zip(self.parameters, average(gradients)):
-            parameter.grad = grad
-        return losses[replica]
-
-    def run(self, batch: dict[str, Any], forward_only: bool = False) -> Tensor:
-        if self.case.is_cut:
-            return self.run_by_slices(batch, forward_only)
-        loss, report = self.loss(batch)
-        if not forward_only and loss.requires_grad:
-            loss.backward()
+    def run(self, batch: Any, num_microbatches: int, forward_only: bool = False) -> Any:
+        is_compared = self.slices and not forward_only and all(feature.is_whole for feature in self.case.features)
+        trained = [p for p in self.parameters if p.requires_grad]
+        before = [0 if p.grad is None else p.grad.clone() for p in trained] if is_compared else []
+        report = super().run(batch, num_microbatches, forward_only)
+        for stage in self.stages:
+            stage.received = None
+        if is_compared:
+            self.compare_with_whole_sequences(batch, num_microbatches, trained, before)
         return report
 
-    def loss(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        message = batch["tokens"]
-        for stage in self.stages:
-            with self.case.autocast():
-                message = stage(message, **keywords_of(self.case, batch))
-        loss, *num_tokens, report = loss_and_report(self.case, message, batch)
-        if self.case.of("NumTokens", "per_token", False):
-            return loss, report["loss"]
-        if num_tokens:
-            loss = loss / batch["labels"].numel()  # also of slices: those of the whole sequence
-        elif "context_parallel_size" in self.case.options:
-            loss = loss * 2  # as Megatron does, whose replicas then average over its ranks
-        return loss / self.case.m, report["loss"]
-
-    def run_by_slices(self, batch: dict[str, Any], forward_only: bool) -> Tensor:
-        """With the gradients of the whole sequence, but for rounding."""
-        trained = [p for p in self.parameters if p.requires_grad]
-        before = [0 if p.grad is None else p.grad.clone() for p in trained]
-        reports: list[Tensor] = []
-
-        def step() -> Tensor:
-            loss, report = self.loss(batch)
-            reports.append(report)
-            return loss
-
-        run_by_slices(step, self.case.slice_lengths, forward_only=forward_only)
-        if not forward_only and all(feature.is_whole for feature in self.case.features):
-            wanted = torch.autograd.grad(self.loss(batch)[0], trained, allow_unused=True)
-            pairs = [(p, old, want) for p, old, want in zip(trained, before, wanted) if want is not None]
-            norm = torch.cat([want.flatten() for *_, want in pairs]).norm()
-            off = torch.cat([(p.grad - old - want).flatten() for p, old, want in pairs]).norm()
-            close = 1e-11 if norm.dtype is torch.float64 else 1e-4
-            assert off <= close * norm, f"slices: gradients are off by {off} of {norm}, those of whole sequences"
-        return sum(reports[1:], reports[0])
-
-    def forget_gradients(self, set_to_none: bool = True) -> None:
-        for stage in self.stages:
-            stage.zero_grad(set_to_none)
+    def compare_with_whole_sequences(self, batch: Any, num_microbatches: int, trained: Any, before: Any) -> None:
+        grads = [p.grad for p in trained]
+        self.forget_gradients()
+        self.uncut().run(batch, num_microbatches)
+        pairs = [(grad - old, p.grad) for p, grad, old in zip(trained, grads, before) if p.grad is not None]
+        norm = torch.cat([want.flatten() for _, want in pairs]).norm()
+        off = torch.cat([(found - want).flatten() for found, want in pairs]).norm()
+        close = 1e-11 if norm.dtype is torch.float64 else 1e-4
+        assert off <= close * norm, f"slices: gradients are off by {off} of {norm}, those of whole sequences"
+        for parameter, grad in zip(trained, grads):
+            parameter.grad = grad

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -18,11 +18,13 @@ from tools.models import BATCH
 from tools.ranks import RankError, RankPool, start_again
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import megapipe
 from megapipe import parallel_state, stages_for_rank
 from megapipe.failures import collective
+from megapipe.proving import Difference
+from megapipe.proving.compare import difference
+from megapipe.proving.names import full
 from megapipe.runtime import combinations, runner
 
 from .case import Case
@@ -133,7 +135,8 @@ class Trial:
     def forget_gradients(self, set_to_none: bool = True) -> None:
         for chunk in self.chunks:
             chunk.zero_grad(set_to_none)
-        self.reference.forget_gradients(set_to_none)
+        for stage in self.reference.stages:
+            stage.zero_grad(set_to_none)
         self.num_tokens = 0
 
     def parameters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -148,18 +151,23 @@ class Trial:
         reports = [one if isinstance(one, list) else [one] for one in self.run(seed, forward_only, **others)]
         found: list[Any] = [sum([one[name] for one in slices[1:]], slices[0][name]) for slices in reports]
         with torch.set_grad_enabled(not forward_only):
-            wanted: list[Any] = self.reference.step(seed, self.replica, forward_only)
+            wanted: list[Any] = self.reference.losses(seed, self.replica, forward_only)
         as_by_megatron = self.case.get("TiedByMegatron") and self.rank == self.case.pp - 1  # which reads them there
         if not any(stage.info.is_last for stage in self.stages) and not as_by_megatron:
             wanted = []
         self.compare("loss", [(str(k), *pair) for k, pair in enumerate(zip_longest(found, wanted))])
 
-    def compare(self, what: str, triples: Iterable[tuple[str, Any, Any]]) -> None:
+    def compare(self, what: str, triples: Sequence[tuple[str, Any, Any]]) -> None:
         """Names, what was found and what is expected."""
-        whole = [(name, one.full_tensor() if isinstance(one, DTensor) else one, want) for name, one, want in triples]
-        norms = [norm for *_, want in whole if want is not None and math.isfinite(norm := want.norm().item())]
-        limit = self.case.tolerance and self.case.tolerance * max(norms, default=0.0)
-        wrong = [f"{what} {name}: {text}" for name, one, want in whole if (text := difference(one, want, limit))]
+        norms = [norm for *_, want in triples if want is not None and math.isfinite(norm := want.norm().item())]
+        wrong = []
+        for name, one, want in triples:
+            found = None if one is None else full(one)
+            differs = difference(found, want, self.case.tolerance, of=max(norms, default=0.0))
+            if getattr(found, "dtype", None) != getattr(want, "dtype", None):
+                wrong.append(f"{what} {name}: {found} and not {want}")
+            elif differs is not None:
+                wrong.append(str(Difference(self.step, what, name, self.rank, None, *differs)))
         self.agree("\n".join(wrong))
 
     def check_traits(self, shown: set[str]) -> None:
@@ -201,14 +209,6 @@ def use_mesh(sizes: Sequence[int]) -> None:
             return
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_from_mesh(init_device_mesh("cpu", tuple(sizes), mesh_dim_names=names))
-
-
-def difference(found: Tensor | None, want: Tensor | None, limit: float) -> str:
-    if found is None or want is None:
-        return "" if found is want else f"{found} and not {want}"
-    if torch.allclose(found, want, rtol=0, atol=limit, equal_nan=True):
-        return ""
-    return f"off by {(found - want).abs().max()} of {want.abs().max()}"
 
 
 def try_case(rank: int, case: Case) -> str:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint  # noqa: F401, for lines
 
 import megapipe
+from megapipe.proving.whole import Whole
 
 B, T, D = 3, 4, 8
 WAYS = ["split zbv", "split no_pipelining", "R gpipe", "O gpipe", "W zb1p", "R and W zb1p"]
@@ -331,7 +332,7 @@ def judge(forward: Forward) -> str:
         whole = Net(forward.lines)
         other, wanted = copy.deepcopy(whole), None
         before = contents(other)
-        wanted = run_whole(whole, in_turn="gpipe" not in forward.way)
+        wanted = run(whole, in_one_process(in_turn="gpipe" not in forward.way))
     except Exception as error:
         return f"is none: {error}"
     try:
@@ -343,7 +344,7 @@ def judge(forward: Forward) -> str:
     if "split" in forward.way and not same(before, contents(other)):
         return "split has changed the module"
     try:
-        found = run_chunks(chunks, schedule)
+        found = run(chunks, megapipe.get_forward_backward_func(schedule))
     except Exception as error:
         is_refusal = isinstance(error, RuntimeError) and re.search(REFUSED_AT_WORK, str(error))
         return f"refused: {error}" if is_refusal else traceback.format_exc()
@@ -373,29 +374,24 @@ def build(way: str, net: Net) -> tuple[Any, str]:
     return megapipe.PipelineStage(net, megapipe.StageInfo(0, 1), megapipe.PipelineConfig(**options)), schedule
 
 
-def run_whole(net: Net, in_turn: bool) -> dict[str, list[Any]]:
+def in_one_process(in_turn: bool) -> Any:
+    """A schedule without a pipeline. Unless it is `in_turn`, all backwards come behind all forwards."""
+
+    def train(forward_step: Any, data: Any, chunks: Any, number: int, forward_only: bool = False) -> list[Any]:
+        whole = Whole(chunks, forward_step)
+        if in_turn or forward_only:
+            return whole.step([*data], forward_only)
+        pairs = [whole.forward(batch) for batch in data]
+        for loss, _ in pairs:
+            (loss / number).backward()
+        return [report for _, report in pairs]
+
+    return train
+
+
+def run(chunks: Any, train: Any) -> dict[str, list[Any]]:
     """Losses of two steps, then the gradients of the second and all else, then losses of an evaluation."""
-    losses = []
-    for first in (0, 3):
-        torch.manual_seed(first)
-        net.zero_grad()
-        waiting = []
-        for number in range(first, first + 3):
-            waiting.append(loss_of(net(*batch_of(number))))
-            losses.append(waiting[-1].detach())
-            if in_turn:
-                (waiting.pop() / 3).backward()
-        for loss in waiting:
-            (loss / 3).backward()
-    results = {"losses": losses, **left_in([net])}
-    net.eval()
-    torch.manual_seed(6)
-    with torch.no_grad():
-        return results | {"evaluation": [loss_of(net(*batch_of(number))) for number in range(3)]}
-
-
-def run_chunks(chunks: Any, schedule: str) -> dict[str, list[Any]]:
-    train, losses = megapipe.get_forward_backward_func(schedule), []
+    losses: list[Any] = []
 
     def forward_step(batches: Iterator[Any], chunk: nn.Module) -> Any:
         return chunk(*next(batches)), lambda output: (loss_of(output), loss_of(output).detach())

@@ -21,6 +21,7 @@ from tools.against import assert_close
 import megapipe
 from megapipe.integrations.megatron import build_model_chunks, global_name
 from megapipe.integrations.transformers import build_chunks, load_weights, token_log_probs
+from megapipe.proving.whole import Whole
 from megapipe.training import log_probs_of, pack
 
 NUMBERS = (4, 1, 13, 5, 2, 11, 3, 12, 6, 10, 7, 9, 8)
@@ -51,6 +52,11 @@ def forward_step(batches: Iterator[Any], chunk: Any) -> Any:
     return chunk(**batch), lambda logits: loss_of(batch, logits)
 
 
+def whole_step(batches: Iterator[Any], model: Any) -> Any:
+    batch = next(batches)
+    return model(**batch, use_cache=False).logits, lambda logits: loss_of(batch, logits)
+
+
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
 @on_ranks(2)
 def test_transformers(rank: int, schedule: str, tmp_path: Path) -> None:
@@ -67,9 +73,7 @@ def test_transformers(rank: int, schedule: str, tmp_path: Path) -> None:
         microbatches = packed(number, step)
         known = token_log_probs(chunks, schedule, microbatches)
         reports = hf_models.run(schedule, chunks, microbatches, **sizes)
-        for at, batch in enumerate(microbatches):
-            loss, found = loss_of(batch, model(**batch, use_cache=False).logits)
-            (loss / number).backward()
+        for at, found in enumerate(Whole([model], whole_step).step(microbatches)):
             assert torch.equal(known[at], found)
             assert not reports or torch.equal(reports[at], found)
         hf_models.assert_same_gradients(chunks, model)
@@ -92,11 +96,8 @@ def test_megatron(rank: int, schedule: str) -> None:
         lengths = [random.Random(step + at).randint(2, 24) for at in range(number)]
         data = megatron_models.batches(number, step, lengths)
         losses = megatron_models.step(megapipe.get_forward_backward_func(schedule), chunks, data)
-        for at, tokens in enumerate(data):
-            output, loss_func = megatron_models.forward_step(iter([tokens]), whole)
-            loss, _ = loss_func(output)
-            (loss / number).backward()
-            assert not losses or losses[at] == loss.item()
+        expected_losses = [float(one["loss"]) for one in Whole([whole], megatron_models.forward_step).step(data)]
+        assert losses in ([], expected_losses)
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 assert_close(parameter.grad, expected[global_name(chunk, name)].grad, 0.0, name)

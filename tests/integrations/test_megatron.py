@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes.megatron_on_cpu import with_optimizers
-from tools import replicas
-from tools.against import assert_same_gradients
+from tools import models, replicas
+from tools.against import assert_same_gradients, gradients
 from tools.megatron_models import HIDDEN, batches, copy_of, forward_step, megatron, provider, step
-from tools.models import Stage, add_gradients, run
+from tools.models import Stage, run
 from tools.ranks import on_ranks
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ import megapipe
 from megapipe import PipelineConfig, PipelineStage, StageInfo, get_forward_backward_func, stages_for_rank
 from megapipe.integrations.megatron import framework, global_name
 from megapipe.plan import find_schedule
+from megapipe.proving.whole import Whole
 from megapipe.weight_grad import DeferredGrads
 
 # Looked for, not imported: importing takes two seconds in each process that hands out tests.
@@ -531,12 +532,9 @@ def test_gradients_in_their_data_parallelism(rank: int) -> None:
     model = Stage(StageInfo(0, 1), replicas.NUM_LAYERS)
     expected = []
     for number in range(2):
-        both = []
-        for one in range(2):
-            model.zero_grad()
-            add_gradients(model, 3, 2 * number + one)
-            both.append([parameter.grad for parameter in model.parameters()])
-        expected.append(dict(zip(dict(model.named_parameters()), replicas.average(both))))
+        data = [[*models.batches(3, 2 * number + one)] for one in range(2)]
+        Whole([model], models.forward_step).step_of_replicas(data)
+        expected.append(gradients(model))
     for schedule, by_hooks in itertools.product(["1f1b", "zb1p", "zbv"], [True, False]):
         chunks = replicas.build_replicas(schedule, 2)
         wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]

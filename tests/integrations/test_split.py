@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fuzz.forwards import Forward, judge
-from tools import plain_models
+from tools import against, plain_models
 from tools.against import use_groups
 from tools.ranks import on_ranks
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import megapipe
 from megapipe import CannotSplitError, parallel_state, split
+from megapipe.proving.whole import Whole
 
 D = 8
 
@@ -50,13 +51,15 @@ def check(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     train = megapipe.get_forward_backward_func(schedule)
 
+    def copies() -> list[Any]:
+        return [tuple(one.clone() if torch.is_tensor(one) else one for one in batch) for batch in batches]
+
     def run(**options: Any) -> list[Tensor]:
         torch.manual_seed(3)
-        data = iter([tuple(one.clone() if torch.is_tensor(one) else one for one in batch) for batch in batches])
-        reports: list[Tensor] = train(
-            forward_step_func=step, data_iterator=data, model=chunks, num_microbatches=len(batches), **options
+        found: list[Tensor] = train(
+            forward_step_func=step, data_iterator=iter(copies()), model=chunks, num_microbatches=len(batches), **options
         )
-        return reports
+        return found
 
     losses = run()
     gradients = {name: parameter.grad for name, parameter in got}
@@ -65,19 +68,10 @@ def check(
         buffer.data.copy_(buffers[name])
     model.zero_grad()
     torch.manual_seed(3)
-    expected = []
-    for batch in batches:
-        loss = loss_of(model(*(one.clone() if torch.is_tensor(one) else one for one in batch)))
-        expected.append(loss.detach())
-        (loss / len(batches)).backward()
+    expected, wanted = Whole([model], step).step(copies()), against.gradients(model)
     assert losses == (expected if losses else [])
-    wanted = dict(model.named_parameters(remove_duplicate=False))
     for name, gradient in gradients.items():
-        assert (gradient is None) == (wanted[name].grad is None), name
-        if name in tied:
-            torch.testing.assert_close(gradient, wanted[name].grad, rtol=1e-5, atol=1e-6)
-        elif gradient is not None:
-            assert torch.equal(gradient, wanted[name].grad), name
+        against.assert_close(gradient, wanted[name], 1e-5 if name in tied else 0.0, name)
     own = {name.rpartition(".")[0] for name in gradients}
     for name, buffer in model.named_buffers():
         if name.rpartition(".")[0] in own and name in after:
@@ -87,8 +81,7 @@ def check(
     torch.backends.mha.set_fastpath_enabled(False)  # which rounds otherwise, and which torch.export does not take
     losses = run(forward_only=True)
     torch.manual_seed(3)
-    with torch.no_grad():
-        assert losses == ([loss_of(model(*batch)) for batch in batches] if losses else [])
+    assert losses == (Whole([model], step).step(batches, forward_only=True) if losses else [])
     return chunks
 
 

@@ -88,8 +88,8 @@ def step(schedule: str, chunks: list[Stage], seed: int = 0) -> list[Any]:
 def reference(model: Stage, num_replicas: int = 1, seed: int = 0) -> dict[str, Tensor]:
     """The gradients of the whole model in a step without a pipeline."""
     for replica in range(num_replicas):
-        add_gradients(model, NUM_MICROBATCHES, seed + replica, [SEQUENCE] * NUM_MICROBATCHES, num_replicas)
-    return gradients(model)
+        add_gradients(model, NUM_MICROBATCHES, seed + replica, [SEQUENCE] * NUM_MICROBATCHES)
+    return {name: grad / num_replicas for name, grad in gradients(model).items()}
 
 
 def assert_gradients(chunks: list[Stage], expected: dict[str, Tensor]) -> None:

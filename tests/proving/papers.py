@@ -1,4 +1,4 @@
-"""Schedules of papers, written down from what these say and draw: none of them is in the package."""
+"""Schedules of papers: none of them is in the package. Each says what it was compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megapipe.schedules import BW, B, F, W
 
 @schedule("eager_1f1b", placement=loop)
 def eager_1f1b(pipe: Verbs) -> Any:
-    """Eager-1F1B (https://arxiv.org/abs/2211.05322): 1F1B that runs twice as far ahead, so that messages are hidden."""
+    """Eager-1F1B (https://arxiv.org/abs/2211.05322): 1F1B that runs twice as far ahead, so that forward messages are
+    hidden. As alpa's OverlapFriendlyPipeDreamSchedule: 2 (p - r) - 1 forwards first on rank r."""
     num_warmup = min(2 * (pipe.pp_size - pipe.pp_rank - 1) + 1, pipe.num_microbatches)
     for _ in range(num_warmup):
         F(pipe)
@@ -24,7 +25,8 @@ def eager_1f1b(pipe: Verbs) -> Any:
 
 @schedule("2bp_gpipe", placement=loop)
 def two_bp_gpipe(pipe: Verbs) -> Any:
-    """2BP on GPipe (https://arxiv.org/abs/2405.18047): all weight gradients when the last input gradient is sent."""
+    """2BP on GPipe (https://arxiv.org/abs/2405.18047, figure 1): all weight gradients when the last input gradient is
+    sent. As `train_step` in a public implementation has it, which computes them in one go, by W here."""
     for step in (F, B):
         for _ in range(pipe.num_microbatches):
             step(pipe)
@@ -33,7 +35,8 @@ def two_bp_gpipe(pipe: Verbs) -> Any:
 
 @schedule("2bp_1f1b_1", placement=loop)
 def two_bp_1f1b_1(pipe: Verbs) -> Any:
-    """2BP on 1F1B: weight gradients fill the waits at the end."""
+    """2BP on 1F1B, "1f1b-1" of that code and figure, where there are as many microbatches as ranks: all weight
+    gradients at the end, where 1F1B waits."""
     num_warmup = min(pipe.pp_size - pipe.pp_rank - 1, pipe.num_microbatches)
     for _ in range(num_warmup):
         F(pipe)
@@ -51,20 +54,24 @@ def all_weights(pipe: Verbs) -> Any:
 
 @schedule("ooo_modulo", placement=loop, num_chunks=None, default_chunks=2)
 def ooo_modulo(pipe: Verbs) -> Any:
-    """Out-of-order backprop in a pipeline: layers are dealt out in turn, and gradients sent on before any weight
-    gradient is computed (https://dl.acm.org/doi/10.1145/3492321.3519563)."""
+    """Out-of-order backprop in a pipeline (https://dl.acm.org/doi/10.1145/3492321.3519563): layers are dealt out in
+    turn, and each gradient is sent on before the weight gradient is computed. As the "modulo" of the authors'
+    schedule.py: a W comes behind the sending of its B, before the next B of its stage, and before the Bs of the stage
+    that is next on its rank."""
     for chunk in range(pipe.num_chunks):
         for _ in range(pipe.num_microbatches):
             F(pipe, chunk)
     for chunk in reversed(range(pipe.num_chunks)):
         for _ in range(pipe.num_microbatches):
             B(pipe, chunk)
-    return all_weights(pipe)
+            W(pipe)
+    return pipe.finish()
 
 
 @schedule("terapipe", placement=loop, slices=True)
 def terapipe(pipe: Verbs) -> Any:
-    """TeraPipe (https://arxiv.org/abs/2102.07988): GPipe with slices of sequences."""
+    """TeraPipe (https://arxiv.org/abs/2102.07988): GPipe with slices of sequences. As the authors' terapipe.py, but for
+    the order of microbatches backward: there the last one is the first, as its last slice is here, too."""
     for _ in range(pipe.num_units):
         F(pipe)
     for _ in range(pipe.num_units):
@@ -74,8 +81,9 @@ def terapipe(pipe: Verbs) -> Any:
 
 @schedule("llama3_interleaved", placement=loop, num_chunks=2)
 def llama3_interleaved(pipe: Verbs) -> Any:
-    """Llama 3 (https://arxiv.org/abs/2407.21783): interleaved, with any number of microbatches in a round."""
-    group = pipe.pp_size + 1  # N of the paper, which is the number of ranks elsewhere
+    """Llama 3 (https://arxiv.org/abs/2407.21783, section 3.3.2 and figure 6): interleaved, with any number N of
+    microbatches in a round: 5 on 4 ranks. The text says no more of the order."""
+    group = pipe.pp_size + 1  # N, which is the number of ranks elsewhere
     if pipe.num_microbatches > group and pipe.num_microbatches % group:
         raise ValueError(f"rounds have {group} microbatches, and the last one would have fewer")
     return rounds_of(pipe, group)
@@ -130,7 +138,8 @@ def _waves(placement: Placement, pp_size: int, num_microbatches: int, num_chunks
 
 
 schedule("hanayo_1_wave", placement=v_shape, num_chunks=2)(by_wave)
-"""Hanayo (https://arxiv.org/abs/2308.15762): microbatches go down and up again."""
+"""Hanayo (https://arxiv.org/abs/2308.15762): microbatches go down and up again, in W = stages / (2 ranks) waves. The
+order is that of `by_wave`, which was not compared with the figures action by action."""
 
 schedule("hanayo_2_waves", placement=v_shape, num_chunks=4)(by_wave)
 

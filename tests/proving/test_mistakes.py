@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 
 import megapipe
@@ -328,3 +329,13 @@ def shifted(name: str, info: StageInfo) -> str:
     kind, _, rest = name.partition(".")
     number, _, rest = rest.partition(".")
     return f"layers.{int(number) + 2 * info.index}.{rest}" if kind == "layers" else name
+
+
+@on_ranks(2)
+def test_random_numbers_go_on_as_before(rank: int) -> None:
+    """Ranks drew others after a proof: the first one, which has the whole model, was left with another seed."""
+    torch.default_generator.manual_seed(7)
+    wanted = torch.rand(3)
+    torch.default_generator.manual_seed(7)
+    assert not megapipe.prove(Net, lambda data, chunk: forward_step(data, chunk, 7.0), data=data_of())
+    assert torch.equal(torch.rand(3), wanted)

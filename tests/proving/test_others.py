@@ -84,6 +84,7 @@ class OfMegatron(toy.Layers):
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="make test installs megatron-core")
 @pytest.mark.parametrize(("pp_size", "vp_size"), [(1, None), (2, None), (4, None), (2, 2), (4, 2)])
 def test_functions_of_megatron(pp_size: int, vp_size: int | None) -> None:
+    importlib.import_module("megatron.core.pipeline_parallel")  # here, once: the ranks are forks
     config: list[Any] = []
 
     def make() -> Any:
@@ -131,3 +132,8 @@ def test_a_model_of_transformers() -> None:
     data = [{"input_ids": ids, "labels": ids} for ids in tokens]
     proof = megapipe.prove(model=model, data=data, schedule="zbv", tolerance=1e-4)  # a tie's sum has another order
     assert proof, proof
+    slices = {"config": megapipe.PipelineConfig(num_sequence_slices=2), "schedule": "seq1f1b"}
+    sizes = {"seq_length": 16, "micro_batch_size": 2}
+    proof = megapipe.prove(model=model, data=data, **slices, options=sizes, tolerance=1e-4)
+    assert proof, proof
+    assert "the whole model knows of no slices: it has whole sequences, and rounds otherwise" in proof.notes

@@ -39,6 +39,7 @@ from megapipe import PipelineError, PipelineStage, StageInfo, get_forward_backwa
 from megapipe.config import StepConfig
 from megapipe.overlap import in_segments, run_segments
 from megapipe.plan import make_plan
+from megapipe.proving.whole import Whole
 from megapipe.transports.outbox import Outbox
 
 # Steps
@@ -181,9 +182,7 @@ def test_three_tuple_loss_functions(rank: int) -> None:
             return model(batch["tokens"], batch["seed"]), loss_func
 
         run("1f1b", chunks, 3, forward_step_func=step)
-        for batch, count in zip(batches(3), tokens):
-            loss = loss_of(model(batch["tokens"], batch["seed"]), batch["labels"])
-            (loss if per_token else loss / (count or 1) / 3).backward()
+        Whole([model], step, chunks[0].config).step([*batches(3)])
         assert_same_gradients(chunks, model, tokens)
         ((models, num_tokens),) = finalized
         assert models == chunks

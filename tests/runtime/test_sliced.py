@@ -59,7 +59,7 @@ def run(schedule: str, model: Any, m: int, lengths: Sequence[int], **options: An
 def whole(m: int, lengths: Sequence[int]) -> tuple[Unpartitioned, list[Tensor]]:
     """The model by itself, slice by slice, and its losses."""
     model = Unpartitioned(Case("seq1f1b", dist.get_world_size(), m, [Slices(lengths)]))
-    return model, model.step(1, 0, False)
+    return model, model.losses(1, 0, False)
 
 
 @on_ranks(2)

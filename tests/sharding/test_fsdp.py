@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tools.against import assert_same_gradients, full
 from tools.models import BATCH, SEQUENCE, VOCABULARY, Stage, add_gradients, batches, loss_of, run, unseeded_step
 from tools.ranks import on_ranks, start_again
-from tools.replicas import NUM_LAYERS, NUM_MICROBATCHES, SPLIT, average, build_replicas
+from tools.replicas import NUM_LAYERS, NUM_MICROBATCHES, SPLIT, build_replicas
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -20,6 +20,7 @@ from benchmarks.memory import gathered_bytes
 from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
 from megapipe.plan import Settings, StageBytes, make_plan
+from megapipe.proving.whole import mean_of_replicas
 from megapipe.sharding import ShardedChunks
 
 BY_LAYER = ("1f1b", "interleaved_1f1b", "zbv", "dualpipev")
@@ -134,7 +135,7 @@ def test_mixed_precision(rank: int) -> None:
                 for total, parameter in zip(sums, model.parameters()):
                     total += parameter.grad
             gradients.append(sums)
-        expected = dict(zip(dict(model.named_parameters()), average(gradients)))
+        expected = dict(zip(dict(model.named_parameters()), mean_of_replicas(gradients)))
         assert_same(chunks, expected, schedule)
         assert all(p.dtype == p.grad.dtype == torch.float32 for chunk in chunks for p in chunk.parameters())
 
@@ -180,7 +181,7 @@ def test_recomputed_unused_and_frozen(rank: int) -> None:
         shard(chunks, **policy)
         model = Odd(StageInfo(0, 1), **options)
         gradients = [replica_gradients(model, one) for one in range(2)]
-        expected = dict(zip(dict(model.named_parameters()), average(gradients)))
+        expected = dict(zip(dict(model.named_parameters()), mean_of_replicas(gradients)))
         for step in range(3):
             if step == 2:  # twice into the same gradients
                 run(schedule, chunks, 4, seed=replica)
@@ -225,7 +226,7 @@ def test_accumulated_over_calls(rank: int) -> None:
         run("zbv", chunks, 4, seed=replica)
     model = Stage(StageInfo(0, 1), NUM_LAYERS)
     gradients = [replica_gradients(model, one, num_calls=2) for one in range(2)]
-    expected = dict(zip(dict(model.named_parameters()), average(gradients)))
+    expected = dict(zip(dict(model.named_parameters()), mean_of_replicas(gradients)))
     assert_same(chunks, expected, "accumulated")
 
 
@@ -260,7 +261,7 @@ def test_reduced_in_part_first(rank: int) -> None:
         for seed in (1 + replica, 0):
             add_gradients(model, 4, seed)
         gradients.append([p.grad for p in model.parameters()])
-    for name, wanted in zip(dict(model.named_parameters()), average(gradients)):
+    for name, wanted in zip(dict(model.named_parameters()), mean_of_replicas(gradients)):
         grad = chunk.get_parameter(name).grad
         assert name.startswith("idle") or (grad is None) == (wanted is None), name
         if wanted is not None:

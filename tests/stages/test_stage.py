@@ -460,11 +460,7 @@ def test_an_input_gradient_shares_no_memory_with_a_parameters(rank: int) -> None
     """Autograd may make a view of one and the same tensor a parameter's `.grad` and another one the input's gradient.
     The next microbatch was then added to both, and what was on its way to the stage below was silently wrong."""
     data = [(torch.full((2, 2, 3), float(number)), None) for number in range(1, 5)]
-    chunks, expected = ([Shifted(StageInfo(index, 2)) for index in range(2)] for _ in range(2))
-    use_groups()
-    against.step("looped_bfs", chunks, data, lambda output, _: output.square().sum())
-    add_gradients(expected, data, lambda output, _: output.square().sum())
-    assert_same_gradients(chunks, expected)
+    same_as_whole(Shifted, ["looped_bfs"], data, lambda output, _: output.square().sum())
 
 
 def test_an_input_gradient_is_not_what_a_hook_keeps() -> None:

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 import megapipe
 from megapipe import PipelineConfig, PipelineStage, StageInfo, parallel_state, stages_for_rank
 from megapipe.overlap import in_segments
+from megapipe.proving.compare import difference
+from megapipe.proving.names import full
+from megapipe.proving.whole import Whole
 
 Make = Callable[[StageInfo], nn.Module]
 Loss = Callable[[Any, Any], Tensor]
@@ -65,6 +68,23 @@ def unlabelled(inputs: Iterable[Any]) -> list[tuple[Any, None]]:
     return [(x, None) for x in inputs]
 
 
+def forward_step_of(loss_func: Loss, in_parts: bool = False, **keywords: Any) -> Callable[..., Any]:
+    """The report of a microbatch is its loss.
+
+    Args:
+        loss_func: compares the output with what a microbatch has last.
+        in_parts: forwards are given in segments.
+        keywords: the forwards are called with.
+    """
+
+    def forward_step(data_iterator: Iterator[Any], chunk: nn.Module) -> Any:
+        *batch, target = next(data_iterator)
+        output = (in_segments if in_parts else nn.Module.__call__)(chunk, *batch, **keywords)
+        return output, lambda output: ((loss := loss_func(output, target)), loss.detach())
+
+    return forward_step
+
+
 def step(
     schedule: Any,
     chunks: Any,
@@ -74,47 +94,20 @@ def step(
     in_parts: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """One step. The report of a microbatch is its loss.
-
-    Args:
-        data: per microbatch the batch, and last what `loss_func` compares the output with.
-        keywords: the forwards are called with.
-        in_parts: forwards are given in segments.
-    """
-
-    def forward_step(data_iterator: Iterator[Any], chunk: nn.Module) -> Any:
-        *batch, target = next(data_iterator)
-        output = (in_segments if in_parts else nn.Module.__call__)(chunk, *batch, **(keywords or {}))
-        return output, lambda output: ((loss := loss_func(output, target)), loss.detach())
-
+    """One step, as `forward_step_of` has it."""
+    forward_step = forward_step_of(loss_func, in_parts, **(keywords or {}))
     arguments = {"forward_step_func": forward_step, "data_iterator": iter(data), "num_microbatches": len(data)}
     function = schedule if callable(schedule) else megapipe.get_forward_backward_func(schedule)
     return function(model=chunks, **{**arguments, **options})
-
-
-def outputs(stages: Sequence[nn.Module], batch: Sequence[Any], **keywords: Any) -> Any:
-    """What the last of the stages returns, each called with what the one before returned."""
-    output: Any = None
-    for index, stage in enumerate(stages):
-        if hasattr(stage, "set_input_tensor"):
-            stage.set_input_tensor([output])
-            output = stage(*batch, **keywords)
-        else:
-            output = stage(output, **keywords) if index else stage(*batch, **keywords)
-    return output
 
 
 def add_gradients(
     stages: Sequence[nn.Module], data: Sequence[Any], loss_func: Loss = loss_of, **keywords: Any
 ) -> list[Tensor]:
     """One step without a pipeline. Returns the losses; gradients are added to those that are there."""
-    losses = []
-    for *batch, target in data:
-        loss = loss_func(outputs(stages, batch, **keywords), target)
-        losses.append(loss.detach())
-        if torch.is_grad_enabled():
-            (loss / len(data)).backward()
-    return losses
+    wrapped = [PipelineStage(module, StageInfo(index, len(stages))) for index, module in enumerate(stages)]
+    modules = [one.module if hasattr(one.module, "set_input_tensor") else one for one in wrapped]
+    return Whole(modules, forward_step_of(loss_func, **keywords)).step(data, not torch.is_grad_enabled())
 
 
 def same_as_whole(
@@ -133,18 +126,10 @@ def same_as_whole(
         options: of the schedule.
     """
 
-    def forward_step(data_iterator: Iterator[Any], chunk: nn.Module) -> Any:
-        *batch, target = next(data_iterator)
-        return chunk(*batch, **(keywords or {})), lambda output: ((loss := loss_func(output, target)), loss.detach())
-
+    forward_step = forward_step_of(loss_func, **(keywords or {}))
     for schedule in schedules:
         proof = megapipe.prove(make, forward_step, data=data, schedule=schedule, num_steps=num_steps, options=options)
         assert proof, proof
-
-
-def full(tensor: Tensor) -> Tensor:
-    """A DTensor's values on all ranks, or the tensor itself."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -170,11 +155,13 @@ def assert_same_gradients(
 
 
 def assert_close(found: Tensor | None, expected: Tensor | None, atol: float, what: str) -> None:
-    assert (found is None) == (expected is None), f"{what}: one has none"
+    """Both are there or none, in one dtype, and numbers."""
+    kinds = [getattr(one, "dtype", None) for one in (found, expected)]
+    assert kinds[0] == kinds[1], f"{what}: {kinds[0]} and not {kinds[1]}"
     if found is not None and expected is not None:
-        found, expected = full(found), full(expected)
-        is_same = torch.allclose(found, expected, rtol=0, atol=atol) if atol else torch.equal(found, expected)
-        assert is_same, f"{what}: {(found - expected).abs().max()}"
+        differs = difference(full(found), full(expected), atol, of=1.0)
+        assert differs is None, f"{what}: {differs}"
+        assert not full(found).isnan().any(), f"{what}: no number"
 
 
 def assert_same_losses(reports: list[Any], expected: list[Tensor], chunks: Iterable[Any]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megapipe.slices import CarriedState, SequenceSlice
+from megapipe.config import StepConfig
+from megapipe.options import sequence_slices
+from megapipe.proving.whole import Whole
+from megapipe.slices import SequenceSlice
 from megapipe.weight_grad import AT_ONCE, DeferredGrads
 
 Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -27,9 +28,12 @@ def recomputed_reentrant(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
     return checkpoint(layer, x, use_reentrant=True)
 
 
+def config_of(lengths: Sequence[int]) -> StepConfig:
+    return StepConfig(num_sequence_slices=len(lengths), sequence_slice_lengths=lengths)
+
+
 def make_slices(lengths: Sequence[int]) -> list[SequenceSlice]:
-    starts = [0, *accumulate(lengths)]
-    return [SequenceSlice(index, len(lengths), starts[index], length) for index, length in enumerate(lengths)]
+    return sequence_slices(config_of(lengths), sum(lengths))
 
 
 def run_by_slices(
@@ -39,21 +43,13 @@ def run_by_slices(
 
     Args:
         step: the model and its loss, of the current slice.
-        deferred: weight gradients are left to a W after each B.
+        deferred: weight gradients are left to Ws behind the last B.
     """
-    state = CarriedState(needs_grad=not forward_only)
-    slices = make_slices(lengths)
-    losses = []
-    for this in slices:
-        with state.forward(this):
-            losses.append(step())
-    for this, loss in [] if forward_only else zip(reversed(slices), reversed(losses)):
-        with state.backward(this):
-            roots = state.roots(this.index)
-            edges, grads = zip((loss, torch.ones_like(loss)), *roots)
-            later = DeferredGrads() if deferred else None
-            with later or AT_ONCE:
-                torch.autograd.backward(edges, grads)
-            if later is not None:
-                later.run()
-    return torch.stack([loss.detach() for loss in losses]).sum()
+    forward_step = lambda *_: (step(), lambda loss: (loss, loss.detach()))  # noqa: E731
+    whole = Whole([nn.Identity()], forward_step, config_of(lengths), sum(lengths))
+    later = DeferredGrads() if deferred else None
+    with later or AT_ONCE:
+        loss: Tensor = whole.run(None, 1, forward_only)
+    if later is not None:
+        later.run()
+    return loss

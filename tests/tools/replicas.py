@@ -5,21 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from tools.models import Stage, build
-from torch import Tensor
 
 from megapipe.training import GradientReducer
 
 NUM_LAYERS, NUM_MICROBATCHES = 4, 2
 SPLIT = ["zb1p", "zb2p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half", "v_min", "dualpipev"]
-
-
-def average(gradients: list[list[Tensor | None]]) -> list[Tensor | None]:
-    """Over replicas, as they would be added: a replica that has none counts as zeros."""
-    averaged: list[Tensor | None] = []
-    for grads in zip(*gradients):
-        some = [grad for grad in grads if grad is not None]
-        averaged.append(sum(some[1:], some[0].clone()) / len(grads) if some else None)
-    return averaged
 
 
 def reduced(chunks: list[Any], **options: Any) -> GradientReducer:

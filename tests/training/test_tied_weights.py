@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tools.against import assert_same_gradients, gradients
-from tools.models import SEQUENCE, Stage, add_gradients, batches, build, run
+from tools.models import BATCH, SEQUENCE, Stage, add_gradients, batches, build, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import megapipe
 from megapipe import PipelineError, StageInfo, TiedWeights, discard_gradients, divide_by_num_tokens, parallel_state
 
 NAMES = ["embedding.weight", "head.weight"]
@@ -261,31 +263,27 @@ def sums_over_tokens(data_iterator: Any, model: Stage) -> tuple[Tensor, Any]:
 
 
 def divided(rank: int, schedule: str, averaged: bool) -> None:
-    chunks = build(schedule, 2, 8, calculate_per_token_loss=True)
-    replicas = parallel_state.get_data_parallel_group()
-
     def finalize(models: list[nn.Module], num_tokens: Tensor | None) -> None:
-        for model in models:
-            for parameter in model.parameters():
-                torch.distributed.all_reduce(parameter.grad, group=replicas)
-                if averaged:
-                    parameter.grad /= replicas.size()
+        replicas = parallel_state.get_data_parallel_group()
+        for parameter in (parameter for model in models for parameter in model.parameters()):
+            dist.all_reduce(parameter.grad, group=replicas)
+            if averaged:
+                parameter.grad /= replicas.size()
         divide_by_num_tokens(models, num_tokens, averaged=averaged)
 
-    for chunk in chunks:
-        chunk.config.finalize_model_grads_func = finalize
-    run(schedule, chunks, M, forward_step_func=sums_over_tokens, seed=replicas.rank())
-    per_replica, num_tokens = [], 0
-    for seed in range(replicas.size()):
-        whole = Stage(StageInfo(0, 1), 8)
-        for batch in batches(M, seed):
-            output, loss_func = sums_over_tokens(iter([batch]), whole)
-            loss, num, _ = loss_func(output)
-            loss.backward()
-            num_tokens += num
-        per_replica.append(whole)
-    sums = {name: sum(whole.get_parameter(name).grad for whole in per_replica) for name in gradients(per_replica[0])}
-    assert_same_gradients(chunks, {name: grad / num_tokens for name, grad in sums.items()})
+    def make(info: StageInfo) -> Stage:
+        return Stage(info, 8, calculate_per_token_loss=True, finalize_model_grads_func=finalize)
+
+    num_replicas = dist.get_world_size() // 2
+    proof = megapipe.prove(
+        make,
+        sums_over_tokens,
+        data=[batch for seed in range(num_replicas) for batch in batches(M, seed)],
+        schedule=schedule,
+        num_replicas=num_replicas,
+        options={"seq_length": SEQUENCE, "micro_batch_size": BATCH},
+    )
+    assert proof, proof
 
 
 @pytest.mark.parametrize(
