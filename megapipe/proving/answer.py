@@ -122,10 +122,6 @@ class Judge:
         if self.whole.is_chain:
             self.whole.load({self.key_of[place]: value for place, value in stages.items()})
         self._initial = self.whole.values()
-        if self.whole.slices and not self.whole.asks_for_slices(question.data[0]):
-            self.whole = self.whole.uncut()
-            self.whole.load(self._initial)
-            self.proof.notes.append("the whole model knows of no slices: it has whole sequences, and rounds otherwise")
         unused = [key for key in self.whole.tensors if key not in self.key_of.values()]
         if unused:
             self.proof.mistakes.append(f"no stage has {unused[0]} of the whole model ({len(unused)} such tensors).")

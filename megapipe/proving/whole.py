@@ -111,11 +111,6 @@ class Whole:
 
     def forward(self, batch: Any) -> tuple[Any, ...]:
         """What the loss function returns of a microbatch, or of the current slice of one."""
-        output, loss_func = self._output(batch)
-        found: tuple[Any, ...] = loss_func(output)
-        return found
-
-    def _output(self, batch: Any) -> tuple[Any, Any]:
         received: Any = None
         for index, module in enumerate(self.modules):
             if (hand := find_attribute(module, "set_input_tensor")) is not None:
@@ -123,14 +118,8 @@ class Whole:
             received, loss_func = self.forward_step(iter([batch]), module)
             if isinstance(received, Segments):
                 received = received.finish()
-        return received, loss_func
-
-    def asks_for_slices(self, batch: Any) -> bool:
-        """Whether it runs slices. A model that does not ask which one it is to compute runs all of the sequence."""
-        state = CarriedState(needs_grad=False)
-        with state.forward(self.slices[0]), torch.no_grad():
-            self._output(batch)
-        return state.was_asked
+        found: tuple[Any, ...] = loss_func(received)
+        return found
 
     def uncut(self: OfKind) -> OfKind:
         """The same model, by whole sequences."""
