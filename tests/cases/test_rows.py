@@ -9,7 +9,7 @@ from cases.case import Case
 from cases.rows import ROWS
 from cases.trial import run_rows
 
-PER_JOB = 12
+PER_JOB = 40
 
 
 def jobs() -> dict[str, list[Case]]:

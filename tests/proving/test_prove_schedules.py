@@ -156,9 +156,7 @@ def test_twice_the_memory(capsys: pytest.CaptureFixture[str], made: Any) -> None
     assert "beaten twice the memory: twice holds 8 microbatches at once, and 1f1b 4 in the same step" in out
 
 
-@pytest.mark.parametrize(
-    "name", [*papers.PAPERS[-1:], *(pytest.param(name, marks=SOAK) for name in papers.PAPERS[:-1])]
-)
+@pytest.mark.parametrize("name", [*papers.PAPERS[:1], *(pytest.param(name, marks=SOAK) for name in papers.PAPERS[1:])])
 def test_schedules_of_papers(made: Any, name: str) -> None:
     """Of eight that were written down, the check found one wrong: rounds of Llama 3 of which the last is shorter."""
     registry.register(PAPERS[name])
