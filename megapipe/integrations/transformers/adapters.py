@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .cut import Absent
-from .whole import make_meta_model
+from .heads import whole_of
 
 
 class WithAdapters(nn.Module):
@@ -85,7 +85,7 @@ class WithAdapters(nn.Module):
             )
         peft, constants = (importlib.import_module(name) for name in ("peft", "peft.utils.constants"))
         wanted, own = copy.deepcopy(adapter_config), copy.deepcopy(adapter_config)
-        whole = make_meta_model(copy.deepcopy(self.config.model_config), torch.float32)
+        whole = whole_of(self, torch.float32)
         peft.inject_adapter_in_model(wanted, whole, name, low_cpu_mem_usage=True)
         # Parameters that are targets by themselves are found on the stage by their own names.
         adapted = {key for key, one in whole.named_modules() if _is_adapted(one) and not hasattr(one, "parameter_name")}

@@ -22,8 +22,8 @@ from ...safetensors_files import Entry
 from ...training import finalize_weights
 from ...weights_out import BUCKET, Part, send_out
 from .adapters import adapted_in, adapters_of, has_adapters
+from .heads import whole_of
 from .step import tied_names
-from .whole import make_meta_model
 
 Making = Callable[[bool], Tensor]
 """Makes a tensor; on the meta device if it is called with True."""
@@ -143,7 +143,7 @@ def check_floats(chunk: Any) -> None:
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in chunk.state_dict().items()}
     if not (strange := [name for name, tensor in state.items() if is_quantised(tensor)]):
         return
-    whole = make_meta_model(copy.deepcopy(chunk.config.model_config), chunk.dtype).state_dict()
+    whole = whole_of(chunk, chunk.dtype).state_dict()
     for name in strange:
         if name in whole and not is_quantised(whole[name]):
             form = state[name].dtype if type(state[name]) in (Tensor, nn.Parameter) else type(state[name]).__name__
