@@ -230,7 +230,7 @@ def _load_config(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _names_in_model(model: Any, chunk: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Of each name in files the one that the model has for it."""
+    """The names that the model has for those in files, by these."""
     loading: Any = importlib.import_module("transformers.core_model_loading")
     conversions = _load_config(model, chunk.dtype).weight_mapping
     renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
