@@ -57,12 +57,12 @@ def test_updates_are_those_of_the_whole_model(rank: int, schedule: str, tmp_path
         for batch in microbatches:
             for name, one in (("policy", model), ("reference", reference)):
                 with torch.no_grad():
-                    logits = one(**grpo.model_inputs(batch), use_cache=False).logits
+                    logits = one(**trainer.inputs(batch), use_cache=False).logits
                     batch[name] = log_probs_of(logits[:, :-1], batch["input_ids"][:, 1:])
         for _ in range(2):
             for batch in microbatches:
-                logits = model(**grpo.model_inputs(batch), use_cache=False).logits
-                loss, _ = grpo.loss_func(batch, 0.2, 0.1, share, logits)
+                logits = model(**trainer.inputs(batch), use_cache=False).logits
+                loss, _ = grpo.loss_func(batch, logits, 0.2, 0.1, share)
                 (loss / number).backward()
             optimizer.step()
             optimizer.zero_grad()
