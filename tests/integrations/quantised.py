@@ -118,6 +118,41 @@ def count_items_alone(microbatches: list[dict[str, Any]]) -> list[dict[str, Any]
     return [{**batch, "num_items_in_batch": total} for batch in microbatches]
 
 
+def expected_bytes(hidden: int, inner: int, vocabulary: int, num_outside: int) -> tuple[int, int]:
+    """Bytes on one of two ranks of a Qwen2.5-32B of these widths: what is left of it, and the peak while it is loaded.
+
+    Args:
+        num_outside: how many of the embedding and the head the rank has. They stay in 16 bits.
+    """
+    layer = 2 * hidden * (hidden + hidden // 5 + 3 * inner // 2)  # numbers in the matrices of one
+    held = int(32 * 0.53 * layer) + num_outside * 2 * vocabulary * hidden
+    return held, held + 3 * 2 * layer
+
+
+@on_ranks(2)
+def test_two_cards_for_a_large_model(rank: int, tmp_path: Path) -> None:
+    """All 64 layers of a 32B, a sixteenth as wide. The peak is what is left in 4 bits, and three layers in 16: on the
+    CPU the one in the file counts too, and its copy. With the widths of the 32B a card of 24 GB has more."""
+    narrow = {"hidden_size": 320, "intermediate_size": 1728, "vocab_size": 9504}
+    heads = {"num_attention_heads": 5, "num_key_value_heads": 1}
+    hf_models.save_on_first(hf_models.make_model("qwen2", **narrow, **heads, num_hidden_layers=64).bfloat16(), tmp_path)
+    chunks: list[Any] = []
+
+    def load() -> None:
+        hf_models.initialise(2)
+        chunks[:] = build_chunks(tmp_path, "zbv", seed=None, dtype=torch.bfloat16, device="meta")
+        load_weights(chunks, tmp_path, after_layer=quantising.nf4)
+
+    found, num_outside = (
+        memory_of("cpu", load),
+        2 if rank == 0 else 0,
+    )  # in a V one rank has the first and the last stage
+    held, peak = expected_bytes(*narrow.values(), num_outside)
+    assert 0.99 * held < found.held < held
+    assert 0.99 * peak < found.peak < peak
+    assert expected_bytes(5120, 27648, 152064, 2)[1] < 15e9
+
+
 @on_ranks(1)
 def test_one_layer_in_full_precision(rank: int, tmp_path: Path) -> None:
     """The weights of a rank's layers never are in memory at once before they are quantised."""
