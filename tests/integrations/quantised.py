@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,24 @@ def count_items_alone(microbatches: list[dict[str, Any]]) -> list[dict[str, Any]
     """As `count_items`, which asks other replicas."""
     total = sum((batch["labels"][:, 1:] != -100).sum() for batch in microbatches)
     return [{**batch, "num_items_in_batch": total} for batch in microbatches]
+
+
+@on_ranks(2)
+def test_the_page(rank: int, tmp_path: Path) -> None:
+    """Its snippet, which tests without bitsandbytes cannot run: peft loads what it saves."""
+    hf_models.save_on_first(hf_models.make_model("llama", **SIZES), tmp_path)
+    hf_models.initialise(2)
+    page = (Path(__file__).parents[2] / "docs/huggingface.md").read_text()
+    (block,) = (
+        one for one in re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "after_layer" in one
+    )
+    for name in ("checkpoints", "adapter"):
+        block = block.replace(f'"{name}"', f"{str(tmp_path / name)!r}")
+    functions = (build_chunks, load_weights, save_pretrained)
+    exec(block, {"torch": torch, "megapipe": megapipe, "folder": tmp_path, **{one.__name__: one for one in functions}})
+    if rank == 0:
+        base = hf_models.transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert peft.PeftModel.from_pretrained(base, tmp_path / "adapter").peft_config["default"].r == 16
 
 
 def expected_bytes(hidden: int, inner: int, vocabulary: int, num_outside: int) -> tuple[int, int]:

@@ -197,7 +197,7 @@ def _check_missing(chunk: Any, missing: set[str], path: Path) -> None:
             f"{path} has no weights for {names}: call build_chunks with a seed, from which they are drawn."
         )
     came = "drawn" if chunk.config.head is None else "given"
-    warnings.warn(f"{path} has no weights for {names}: they stay as they were {came}.", stacklevel=2)
+    warnings.warn(f"{path} has no weights for {names}: they stay as they were {came}.", stacklevel=4)
 
 
 def _check_heads(chunk: Any, model: Any, names: Iterable[str], path: Path) -> None:
