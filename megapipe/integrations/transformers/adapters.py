@@ -137,6 +137,19 @@ def adapted_in(chunk: Any) -> dict[str, Any]:
     return {name: one for name, one in chunk.named_modules() if has_adapters(chunk) and _is_adapted(one)}
 
 
+def copied_in(chunk: Any) -> dict[str, str]:
+    """The modules that an adapter trains as a copy (`modules_to_save`), by name, each with the name within of the one
+    that runs."""
+    kind: Any = importlib.import_module("peft.utils.other").ModulesToSaveWrapper
+    found = {}
+    for name, module in chunk.named_modules():
+        if isinstance(module, kind):
+            active = [one for one in module.active_adapters if one in module.modules_to_save]
+            runs = active and not module.disable_adapters
+            found[name] = f"modules_to_save.{active[0]}" if runs else "original_module"
+    return found
+
+
 def adapters_of(chunk: Any) -> dict[str, Tensor]:
     """The tensors of the active adapter on this stage."""
     peft: Any = importlib.import_module("peft")
