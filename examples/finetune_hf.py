@@ -19,13 +19,13 @@ goes on when it is started again with one folder for --save and --load, also wit
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 from typing import Any
 
 import quantising
 import torch
 import torch.distributed as dist
+from hf_common import add_adapter, write
 from hf_data import Sequences, read_data
 from running import count, make_parser, run
 from trainer import CHECKPOINTS, TRAINING, uses_bf16
@@ -33,14 +33,7 @@ from trainer import Trainer as BaseTrainer
 from transformers import AutoTokenizer
 
 from megapipe import parallel_state
-from megapipe.integrations.transformers import (
-    build_chunks,
-    count_items,
-    forward_step,
-    generate,
-    load_weights,
-    save_pretrained,
-)
+from megapipe.integrations.transformers import build_chunks, count_items, forward_step, load_weights, save_pretrained
 from megapipe.training import GradientReducer
 from megapipe.weight_grad import convert
 
@@ -172,26 +165,10 @@ class Trainer(BaseTrainer):
 
     def write(self) -> list[str]:
         """What the model says to --prompts, on every rank."""
-        self.tokenizer.padding_side = "left"
-        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-        texts = self.args.prompts
-        if has_chats := self.tokenizer.chat_template is not None:
-            chats = [[{"role": "user", "content": text}] for text in texts]
-            texts = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-        prompts = self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not has_chats)
-        tokens = generate(
-            self.chunks,
-            self.forward_backward,
-            prompts["input_ids"].to(self.device),
-            attention_mask=prompts["attention_mask"].to(self.device),
-            max_new_tokens=self.args.max_new_tokens,
-            do_sample=self.args.temperature > 0,
-            temperature=self.args.temperature or None,
-            pad_token_id=self.tokenizer.pad_token_id,
-            eos_token_id=self.tokenizer.eos_token_id,
-            seed=self.args.seed,
-        )
-        return self.tokenizer.batch_decode(tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+        options = {"do_sample": self.args.temperature > 0, "temperature": self.args.temperature or None}
+        options |= {"max_new_tokens": self.args.max_new_tokens, "seed": self.args.seed}
+        tokens, mask = write(self.chunks, self.forward_backward, self.tokenizer, self.args.prompts, **options)
+        return self.tokenizer.batch_decode(tokens[:, mask.shape[1] :], skip_special_tokens=True)
 
     def finish(self, has_trained: bool) -> None:
         if self.args.output is not None:
@@ -199,12 +176,6 @@ class Trainer(BaseTrainer):
             if dist.get_rank() == 0:
                 self.tokenizer.save_pretrained(self.args.output)
             self.console.print(f"saved to {self.args.output}")
-
-
-def add_adapter(chunk: Any, rank: int, seed: int) -> None:
-    peft = importlib.import_module("peft")
-    torch.manual_seed(seed + chunk.stage.index)  # the same on all replicas
-    chunk.add_adapter(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
 def shuffled(count: int, seed: int) -> list[int]:

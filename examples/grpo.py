@@ -14,41 +14,29 @@ step. All ranks are one pipeline.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hf_common
 import torch
 import torch.distributed as dist
+from hf_common import Batch, write
 from running import count, make_parser
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer
 
-import megapipe
 from megapipe import parallel_state
-from megapipe.integrations.transformers import build_chunks, generate, load_weights, save_pretrained, token_log_probs
 from megapipe.training import log_probs_of, pack
 
-Batch = dict[str, Tensor]
-
 OPTIONS = {
-    "model": (..., "a folder with config, tokenizer and weights"),
     "prompts": (..., "a file with a prompt on each line"),
-    "output": (..., "folder for the trained model or adapter"),
-    "schedule": ("zbv", f"one of {', '.join(megapipe.schedule_names())}"),
-    "train_iters": (100, "", count),
     "prompts_per_step": (8, "", count),
     "group_size": (8, "answers to each prompt", count),
     "updates": (2, "steps of the optimizer for the same answers", count),
     "max_new_tokens": (64, "", count),
     "max_tokens": (4096, "of a microbatch", count),
     "clip": (0.2, "how much likelier a token may become by one set of answers"),
-    "beta": (0.01, "how much it costs to leave the reference"),
-    "lora_rank": (count, "train adapters of this rank only (needs peft)"),
-    "lr": (1e-6, ""),
-    "clip_grad": (1.0, ""),
-    "seed": (1234, ""),
 }
 
 
@@ -75,11 +63,7 @@ def pack_answers(answers: list[tuple[Tensor, int]], advantages: Tensor, max_toke
     return microbatches
 
 
-def model_inputs(batch: Batch) -> Batch:
-    return {name: batch[name] for name in ("input_ids", "position_ids")}
-
-
-def loss_func(batch: Batch, clip: float, beta: float, share: float, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_func(batch: Batch, logits: Tensor, clip: float, beta: float, share: float) -> tuple[Tensor, dict[str, Tensor]]:
     """
     Args:
         share: what a token counts: each as much as any other of this step, in whichever microbatch.
@@ -92,54 +76,7 @@ def loss_func(batch: Batch, clip: float, beta: float, share: float, logits: Tens
     return loss, {"loss": loss.detach()}
 
 
-class Trainer:
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.forward_backward = megapipe.get_forward_backward_func(args.schedule)
-        self.policy = self.build()
-        self.reference = self.policy if args.lora_rank else self.build()
-        for chunk in self.policy:
-            if args.lora_rank:
-                add_adapter(chunk, args.lora_rank, args.seed)
-            megapipe.weight_grad.convert(chunk)
-        self.optimizer = megapipe.PipelinedOptimizer(self.policy, lambda groups: torch.optim.AdamW(groups, lr=args.lr))
-
-    def build(self) -> list[Any]:
-        chunks = build_chunks(
-            self.args.model, self.forward_backward, seed=None, dtype=torch.float32, variable_seq_lengths=True
-        )
-        load_weights(chunks, self.args.model)
-        return [chunk.eval() for chunk in chunks]  # without dropout: the same tokens are equally likely each time
-
-    def log_probs(self, chunks: list[Any], microbatches: list[Batch]) -> list[Tensor]:
-        return token_log_probs(chunks, self.forward_backward, [model_inputs(batch) for batch in microbatches])
-
-    def reference_log_probs(self, microbatches: list[Batch]) -> list[Tensor]:
-        if not self.args.lora_rank:
-            return self.log_probs(self.reference, microbatches)
-        for chunk in self.policy:
-            chunk.disable_adapters()
-        found = self.log_probs(self.policy, microbatches)
-        for chunk in self.policy:
-            chunk.enable_adapters()
-        return found
-
-    def compute_gradients(self, microbatches: list[Batch]) -> list[dict[str, Tensor]]:
-        num_tokens = sum(int(batch["counts"][:, 1:].sum()) for batch in microbatches)
-        share = len(microbatches) / num_tokens  # since losses are divided by the number of microbatches
-        loss = partial(loss_func, clip=self.args.clip, beta=self.args.beta, share=share)
-
-        def forward_step(batches: Iterator[Batch], chunk: nn.Module) -> tuple[Any, Any]:
-            batch = next(batches)
-            return chunk(**model_inputs(batch)), lambda logits: loss(batch, logits=logits)
-
-        return self.forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=[iter(microbatches) for _ in self.policy],
-            model=self.policy,
-            num_microbatches=len(microbatches),
-        )
-
+class Trainer(hf_common.Trainer):
     def learn(self, answers: list[tuple[Tensor, int]], rewards: Tensor) -> int:
         """Some updates by the answers, in the order of their groups. Returns the number of microbatches."""
         groups = rewards.view(-1, self.args.group_size)
@@ -149,61 +86,51 @@ class Trainer:
         known["reference"] = self.reference_log_probs(microbatches)
         for number, batch in enumerate(microbatches):
             batch.update({name: own[number] for name, own in known.items()})
+        num_tokens = sum(int(batch["counts"][:, 1:].sum()) for batch in microbatches)
+        share = len(microbatches) / num_tokens  # since losses are divided by the number of microbatches
         for _ in range(self.args.updates):
-            self.compute_gradients(microbatches)
-            megapipe.clip_grad_norm_(self.policy, self.args.clip_grad)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.compute_gradients(
+                microbatches, partial(loss_func, clip=self.args.clip, beta=self.args.beta, share=share)
+            )
+            self.update()
         return len(microbatches)
 
 
-def add_adapter(chunk: Any, rank: int, seed: int) -> None:
-    from peft import LoraConfig
-
-    torch.manual_seed(seed + chunk.stage.index)
-    chunk.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
-
-
-def write(trainer: Trainer, tokenizer: Any, prompts: list[str], seed: int) -> list[tuple[Tensor, int]]:
+def write_groups(trainer: Trainer, tokenizer: Any, prompts: list[str], seed: int) -> list[tuple[Tensor, int]]:
     """A group of answers to each prompt, on every rank, without padding."""
-    args, end = trainer.args, tokenizer.eos_token_id
-    given = tokenizer(prompts, return_tensors="pt", padding=True)
+    args, found = trainer.args, []
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": True, "num_return_sequences": args.group_size}
-    options |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": end, "attention_mask": given["attention_mask"]}
-    sequences = generate(trainer.policy, trainer.forward_backward, given["input_ids"], seed=seed, **options)
-    found, width = [], given["input_ids"].shape[1]
-    for sequence, mask in zip(sequences, given["attention_mask"].repeat_interleave(args.group_size, 0)):
-        ends = (sequence[width:] == end).nonzero()
+    sequences, is_prompt = write(trainer.policy, trainer.forward_backward, tokenizer, prompts, seed=seed, **options)
+    width = is_prompt.shape[1]
+    for sequence, own in zip(sequences, is_prompt.repeat_interleave(args.group_size, 0)):
+        ends = (sequence[width:] == tokenizer.eos_token_id).nonzero()
         length = int(ends[0]) + 1 if len(ends) else args.max_new_tokens
-        found.append((torch.cat([sequence[:width][mask.bool()], sequence[width : width + length]]), int(mask.sum())))
+        found.append((torch.cat([sequence[:width][own], sequence[width : width + length]]), int(own.sum())))
     return found
 
 
 def train(args: argparse.Namespace) -> list[float]:
     """Returns the mean reward of each step."""
     parallel_state.initialize_model_parallel(dist.get_world_size())
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     prompts = [line for line in Path(args.prompts).read_text().splitlines() if line.strip()]
     trainer, rewards = Trainer(args), []
     generator = torch.Generator().manual_seed(args.seed)
     for step in range(args.train_iters):
         drawn = torch.randint(len(prompts), (args.prompts_per_step,), generator=generator).tolist()
-        answers = write(trainer, tokenizer, [prompts[number] for number in drawn], seed=args.seed + step)
+        answers = write_groups(trainer, tokenizer, [prompts[number] for number in drawn], seed=args.seed + step)
         texts = [tokenizer.decode(tokens[begin:], skip_special_tokens=True) for tokens, begin in answers]
         found = torch.tensor([reward(text) for text in texts])
         num_microbatches = trainer.learn(answers, found)
         rewards.append(found.mean().item())
         if dist.get_rank() == 0:
             print(f"step {step + 1}/{args.train_iters}: reward {rewards[-1]:.3f}, {num_microbatches} microbatches")
-    save_pretrained(trainer.policy, args.output)
-    if dist.get_rank() == 0:
-        tokenizer.save_pretrained(args.output)
+    trainer.save(tokenizer)
     return rewards
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    return make_parser(__doc__, {"options": OPTIONS}).parse_args(argv)
+    return make_parser(__doc__, {"options": {**hf_common.OPTIONS, **OPTIONS}}).parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,59 @@ def count_items_alone(microbatches: list[dict[str, Any]]) -> list[dict[str, Any]
     """As `count_items`, which asks other replicas."""
     total = sum((batch["labels"][:, 1:] != -100).sum() for batch in microbatches)
     return [{**batch, "num_items_in_batch": total} for batch in microbatches]
+
+
+@on_ranks(2)
+def test_the_page(rank: int, tmp_path: Path) -> None:
+    """Its snippet, which tests without bitsandbytes cannot run: peft loads what it saves."""
+    hf_models.save_on_first(hf_models.make_model("llama", **SIZES), tmp_path)
+    hf_models.initialise(2)
+    page = (Path(__file__).parents[2] / "docs/huggingface.md").read_text()
+    (block,) = (
+        one for one in re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "after_layer" in one
+    )
+    for name in ("checkpoints", "adapter"):
+        block = block.replace(f'"{name}"', f"{str(tmp_path / name)!r}")
+    functions = (build_chunks, load_weights, save_pretrained)
+    exec(block, {"torch": torch, "megapipe": megapipe, "folder": tmp_path, **{one.__name__: one for one in functions}})
+    if rank == 0:
+        base = hf_models.transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert peft.PeftModel.from_pretrained(base, tmp_path / "adapter").peft_config["default"].r == 16
+
+
+def expected_bytes(hidden: int, inner: int, vocabulary: int, num_outside: int) -> tuple[int, int]:
+    """Bytes on one of two ranks of a Qwen2.5-32B of these widths: what is left of it, and the peak while it is loaded.
+
+    Args:
+        num_outside: how many of the embedding and the head the rank has. They stay in 16 bits.
+    """
+    layer = 2 * hidden * (hidden + hidden // 5 + 3 * inner // 2)  # numbers in the matrices of one
+    held = int(32 * 0.53 * layer) + num_outside * 2 * vocabulary * hidden
+    return held, held + 3 * 2 * layer
+
+
+@on_ranks(2)
+def test_two_cards_for_a_large_model(rank: int, tmp_path: Path) -> None:
+    """All 64 layers of a 32B, a sixteenth as wide. The peak is what is left in 4 bits, and three layers in 16: on the
+    CPU the one in the file counts too, and its copy. With the widths of the 32B a card of 24 GB has more."""
+    narrow = {"hidden_size": 320, "intermediate_size": 1728, "vocab_size": 9504}
+    heads = {"num_attention_heads": 5, "num_key_value_heads": 1}
+    hf_models.save_on_first(hf_models.make_model("qwen2", **narrow, **heads, num_hidden_layers=64).bfloat16(), tmp_path)
+    chunks: list[Any] = []
+
+    def load() -> None:
+        hf_models.initialise(2)
+        chunks[:] = build_chunks(tmp_path, "zbv", seed=None, dtype=torch.bfloat16, device="meta")
+        load_weights(chunks, tmp_path, after_layer=quantising.nf4)
+
+    found, num_outside = (
+        memory_of("cpu", load),
+        2 if rank == 0 else 0,
+    )  # in a V one rank has the first and the last stage
+    held, peak = expected_bytes(*narrow.values(), num_outside)
+    assert 0.99 * held < found.held < held
+    assert 0.99 * peak < found.peak < peak
+    assert expected_bytes(5120, 27648, 152064, 2)[1] < 15e9
 
 
 @on_ranks(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ pytest.importorskip("transformers")
 import torch
 from tools import hf_models
 from tools.against import assert_same_losses
+
+from megapipe.training import log_probs_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BETA = 0.5
@@ -26,7 +29,8 @@ def test_losses_and_gradients_are_those_of_the_whole_model(rank: int, tmp_path: 
     model, reference = hf_models.make_model("qwen2").eval(), hf_models.make_model("qwen2").eval()
     hf_models.save_on_first(model, tmp_path)
     hf_models.initialise(2)
-    trainer = dpo_hf.Trainer(str(tmp_path), "zbv", BETA, lr=1e-3)
+    settings = {"model": tmp_path, "schedule": "zbv", "beta": BETA, "lr": 1e-3, "clip_grad": 1e9, "lora_rank": None}
+    trainer = dpo_hf.Trainer(Namespace(**settings))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
 
@@ -42,14 +46,14 @@ def test_losses_and_gradients_are_those_of_the_whole_model(rank: int, tmp_path: 
         losses = []
         for batch in microbatches:
             with torch.no_grad():
-                before = dpo_hf.log_probabilities(reference(batch["input_ids"]).logits, batch["labels"])
+                logits = reference(batch["input_ids"]).logits
+            known = log_probs_of(logits[:, :-1], batch["input_ids"][:, 1:])
             logits = model(batch["input_ids"], use_cache=False).logits
-            loss, _ = dpo_hf.loss_func({**batch, "reference": before}, BETA, logits)
+            loss, _ = dpo_hf.loss_func({**batch, "reference": known}, logits, BETA)
             (loss / len(microbatches)).backward()
             losses.append(loss.detach())
-        assert_same_losses(trainer.compute_gradients(microbatches), losses, trainer.policy)
+        assert_same_losses(trainer.compare(microbatches), losses, trainer.policy)
         hf_models.assert_same_gradients(trainer.policy, model)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+        trainer.update()
         optimizer.step()
         optimizer.zero_grad()

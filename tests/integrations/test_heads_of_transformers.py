@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,13 @@ from tools.ranks import on_ranks
 pytest.importorskip("transformers")
 
 import torch
+import torch.distributed as dist
 import transformers
 from tools import hf_models
 from torch import nn
 
 import megapipe
-from megapipe.integrations.transformers import build_chunks, count_items, load_weights, save_pretrained
+from megapipe.integrations.transformers import CannotCutError, build_chunks, count_items, load_weights, save_pretrained
 
 KINDS = ("TokenClassification", "SequenceClassification")
 
@@ -81,6 +83,101 @@ def test_a_value_head_on_a_model_of_language(rank: int, tmp_path: Path) -> None:
         (last,) = (chunk for chunk in chunks if chunk.stage.is_last)
         assert isinstance(last.score, nn.Linear)
         assert last.score.out_features == 1
+
+
+def make_head() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 2, bias=False))
+
+
+class CriticForTokenClassification(transformers.Qwen2ForTokenClassification):
+    """In one process, with a head of its own. By the name of its class transformers finds its loss."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.score = make_head()
+
+
+def in_folder(model: Any, folder: Path, schedule: str, head: nn.Module) -> list[Any]:
+    return hf_models.load_chunks(folder, schedule, head=head)
+
+
+def layer_by_layer(model: Any, folder: Path, schedule: str, head: nn.Module) -> list[Any]:
+    return hf_models.load_chunks(folder, schedule, head=head, device="meta")
+
+
+def in_memory(model: Any, folder: Path, schedule: str, head: nn.Module) -> list[Any]:
+    hf_models.initialise(2)
+    return build_chunks(model, schedule, head=head)
+
+
+@pytest.mark.parametrize(
+    ("way", "schedule"), [(in_folder, "1f1b"), (in_folder, "zbv"), (layer_by_layer, "zbv"), (in_memory, "1f1b")]
+)
+@pytest.mark.filterwarnings("ignore:.*they stay as they were given")
+@on_ranks(2)
+def test_a_head_of_ones_own(rank: int, way: Any, schedule: str, tmp_path: Path) -> None:
+    """It goes on a model of language, and is saved under its name: a class that has it loads it, and so do chunks."""
+    model = hf_models.make_model("qwen2", tie_word_embeddings=True)
+    hf_models.save_on_first(model, tmp_path / "given")
+    torch.manual_seed(1)
+    head = make_head()
+    chunks = [chunk.eval() for chunk in way(model, tmp_path / "given", schedule, head)]
+    for chunk in chunks:
+        megapipe.weight_grad.convert(chunk)
+    whole = CriticForTokenClassification(chunks[0].config.model_config).eval()
+    whole.model.load_state_dict(model.model.state_dict())
+    whole.score.load_state_dict(head.state_dict())
+    assert whole.num_labels == 2
+    microbatches = [{**batch, "labels": batch["labels"].clamp(-100, 1)} for batch in hf_models.batches(4)]
+    hf_models.compare(schedule, chunks, whole, microbatches)
+    save_pretrained(chunks, tmp_path / "saved")
+    if rank == 0:
+        hf_models.assert_same_weights(CriticForTokenClassification.from_pretrained(tmp_path / "saved"), whole)
+    again = way(whole, tmp_path / "saved", schedule, make_head() if way is not in_memory else whole.score)
+    for chunk in again:
+        for name, parameter in chunk.named_parameters():
+            assert torch.equal(parameter, whole.get_parameter(name)), name
+    with pytest.raises(
+        ValueError, match=r"weights for score\.\d\..*the model's score has none of this name: pass build"
+    ):
+        hf_models.load_chunks(tmp_path / "saved", schedule)
+
+
+@on_ranks(1)
+def test_heads_that_give_no_scores(rank: int) -> None:
+    hf_models.initialise(1)
+    config, taken = (
+        hf_models.make_config("llama"),
+        r"hidden states \[sequences, tokens, 32\], and for \[1, 2, 32\] there ",
+    )
+    with pytest.raises(ValueError, match=f"{taken}came RuntimeError: mat1"):
+        build_chunks(config, "1f1b", head=nn.Linear(16, 1))
+    with pytest.raises(ValueError, match=rf"{taken}came \[1, 2\]"):
+        build_chunks(config, "1f1b", head=nn.Sequential(nn.Linear(32, 1), nn.Flatten(1)))
+    with pytest.raises(CannotCutError, match="transformers has none for Olmo2Config"):
+        build_chunks(hf_models.make_config("olmo2"), "1f1b", head=nn.Linear(32, 1))
+
+
+@on_ranks(2)
+def test_scores_are_no_model_of_language(rank: int, tmp_path: Path) -> None:
+    """Of a folder whose config has lost its architectures the head was left out without a word, where the model of
+    language ties its own."""
+    model = make("TokenClassification", tie_word_embeddings=True)
+    if rank == 0:
+        model.save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        del config["architectures"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    dist.barrier()
+    with pytest.raises(
+        ValueError, match=r"weights for score\..*, and a Qwen2ForCausalLM, which is built as the config"
+    ):
+        hf_models.load_chunks(tmp_path, "1f1b")
+    config = transformers.AutoConfig.from_pretrained(tmp_path, architectures=["Qwen2ForCausalLM"])
+    (chunk,) = build_chunks(config, "1f1b", seed=None)
+    load_weights([chunk], tmp_path)
+    for name, parameter in chunk.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name.replace("lm_head", "model.embed_tokens"))), name
 
 
 @on_ranks(1)

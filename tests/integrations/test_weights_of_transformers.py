@@ -129,17 +129,27 @@ def test_wrong_arguments_are_told_to_all(rank: int) -> None:
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="make test-rl installs peft")
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize(
+    ("head", "is_sharded"), [("target_modules", False), ("target_modules", True), ("copied", False)]
+)
 @on_ranks(4)
-def test_merged_adapters(rank: int, is_sharded: bool, tmp_path: Path) -> None:
-    """As peft merges them in one process, to the last bit; and without merging what save_pretrained writes of them."""
+def test_merged_adapters(rank: int, head: str, is_sharded: bool, tmp_path: Path) -> None:
+    """As peft merges them in one process, to the last bit; and without merging what save_pretrained writes of them. A
+    head that is trained as a copy, by modules_to_save, came twice, under names that no model has."""
     import peft
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model, chunks = hf_models.load_both("llama", tmp_path / "base", "zbv")
-    options = {"target_modules": ["q_proj", "down_proj", "lm_head"], "init_lora_weights": False}
+    options: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    if head == "copied":
+        options["modules_to_save"] = ["lm_head"]
+    else:
+        options["target_modules"].append("lm_head")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
     if rank == 0:
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                parameter.mul_(2.0 if parameter.requires_grad else 1.0)  # a copy is like what it was made of
         adapted.save_pretrained(tmp_path / "adapter")
     dist.barrier()
     for chunk in chunks:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .cut import Absent
-from .whole import make_meta_model
+from .heads import whole_of
 
 
 class WithAdapters(nn.Module):
@@ -85,7 +85,7 @@ class WithAdapters(nn.Module):
             )
         peft, constants = (importlib.import_module(name) for name in ("peft", "peft.utils.constants"))
         wanted, own = copy.deepcopy(adapter_config), copy.deepcopy(adapter_config)
-        whole = make_meta_model(copy.deepcopy(self.config.model_config), torch.float32)
+        whole = whole_of(self, torch.float32)
         peft.inject_adapter_in_model(wanted, whole, name, low_cpu_mem_usage=True)
         # Parameters that are targets by themselves are found on the stage by their own names.
         adapted = {key for key, one in whole.named_modules() if _is_adapted(one) and not hasattr(one, "parameter_name")}
@@ -135,6 +135,19 @@ def has_adapters(chunk: Any) -> bool:
 def adapted_in(chunk: Any) -> dict[str, Any]:
     """The layers with adapters, by name; nothing where `peft` has made none."""
     return {name: one for name, one in chunk.named_modules() if has_adapters(chunk) and _is_adapted(one)}
+
+
+def copied_in(chunk: Any) -> dict[str, str]:
+    """The modules that an adapter trains as a copy (`modules_to_save`), by name, each with the name within of the one
+    that runs."""
+    kind: Any = importlib.import_module("peft.utils.other").ModulesToSaveWrapper
+    found = {}
+    for name, module in chunk.named_modules():
+        if isinstance(module, kind):
+            active = [one for one in module.active_adapters if one in module.modules_to_save]
+            runs = active and not module.disable_adapters
+            found[name] = f"modules_to_save.{active[0]}" if runs else "original_module"
+    return found
 
 
 def adapters_of(chunk: Any) -> dict[str, Tensor]:

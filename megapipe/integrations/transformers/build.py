@@ -20,6 +20,7 @@ from . import experts
 from .check import check_cut
 from .cut import Crossing
 from .flow import Flow
+from .heads import let_score, put_head
 from .in_memory import config_and_dtype, copy_model
 from .stage import ChunkConfig, as_stage
 from .step import tie_weights
@@ -42,6 +43,7 @@ def build_chunks(
     experts_implementation: str | None = None,
     example: Mapping[str, Any] | None = None,
     text_only: bool = False,
+    head: nn.Module | None = None,
     trust_remote_code: bool = False,
     **settings: Any,
 ) -> list[Any]:
@@ -69,6 +71,10 @@ def build_chunks(
         example: of a model with towers for images, a microbatch with some, as the whole model is called with it. The
             towers are on the first stage, and so are pixels read there alone.
         text_only: leave out what only reads images: its weights are neither read nor written.
+        head: of one's own, for scores of tokens or sequences: it is called with hidden states [sequences, tokens,
+            hidden_size], and what it returns are the logits. Where the config names no class for scores, it becomes
+            the model's `...ForTokenClassification`, whose own head it replaces, under its name. The last stage gets a
+            copy, with the weights that are in it: the same on all ranks.
         trust_remote_code: run the code of a model that is in its folder.
         settings: fields of `PipelineConfig`.
 
@@ -80,16 +86,18 @@ def build_chunks(
         raise ValueError("device='meta' has no memory for new weights: take seed=None, and call load_weights.")
     let_convert_conv1d()
     if (whole := model if isinstance(model, nn.Module) else None) is not None:
-        model, of_whole = config_and_dtype(whole)
+        model, of_whole = config_and_dtype(whole, head)
         dtype, seed = dtype or of_whole, None
     config = copy.deepcopy(_read_config(model, trust_remote_code))  # transformers writes into it
+    if head is not None:
+        let_score(config, head)
     _check_config(config, is_text=example is None and not text_only)
     if experts_implementation is not None:
         experts.register()
         config._experts_implementation = experts_implementation
     dtype = dtype or config.dtype or torch.float32
     settings = {"hidden_size": config.get_text_config().hidden_size, "calculate_per_token_loss": True, **settings}
-    chunk_config = ChunkConfig(config, **settings)
+    chunk_config = ChunkConfig(config, copy.deepcopy(head), **settings)
     ends = num_virtual_layers_pre, num_virtual_layers_post
     own = stages_for_rank(schedule, num_chunks=num_chunks)
     stages = [StageInfo(index, own[0].num_stages) for index in range(own[0].num_stages)]
@@ -101,6 +109,7 @@ def build_chunks(
         made = make_meta_model(config, dtype, attn_implementation)
         chunk = _make_chunk(made, stage, layers[stage.index], checked.flow, device or default_device(), seed)
         chunk.config, chunk.takes_mean = chunk_config, checked.takes_mean
+        put_head(chunk, device or default_device())
         if whole is not None:
             copy_model(whole, chunk)
         chunks.append(chunk)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import warnings
 import zipfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from ...training import finalize_weights
 from .adapters import has_adapters, load_adapters
 from .build import default_device, is_meta
 from .cut import Absent, cut
+from .heads import name_of_head, put_head, whole_of
 from .step import tie_weights, tied_names
-from .whole import allocate, allocate_around, classifier_of, initialise, make_meta_model
+from .whole import allocate, allocate_around, classifier_of, initialise
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """What weights are in, or in several with an index of this name and `.index.json`. The first that is there is read."""
@@ -87,6 +88,7 @@ class _Loaded:
         if device is not None:
             allocate_around(chunk, chunk.parts.layers_of(chunk), device)
             initialise(chunk, None)
+            put_head(chunk, device)
         self.targets: dict[str, Any] = chunk.state_dict()
 
     @contextmanager
@@ -140,8 +142,13 @@ def _slices(keys: Sequence[str], files: dict[str, str], path: Path) -> Iterator[
 
 def _load_chunk(chunk: Any, own: _Loaded, files: dict[str, str], path: Path) -> None:
     loading: Any = importlib.import_module("transformers.core_model_loading")
-    model = make_meta_model(chunk.config.model_config, chunk.dtype)
-    keys = _keys_by_layer(model, chunk, files)
+    model = whole_of(chunk, chunk.dtype)
+    names_of = _names_in_model(model, chunk, files)
+    _check_heads(chunk, model, names_of.values(), path)
+    keys = {
+        layer: [k for k, name in names_of.items() if chunk.parts.layer_of(name) == layer]
+        for layer in (None, *chunk.layers)
+    }
     missing = set(own.targets)
     ties = {name: source for name, source in tied_names(chunk).items() if name in missing and source not in missing}
     wanted = {*missing, *ties.values()}
@@ -185,11 +192,34 @@ def _check_missing(chunk: Any, missing: set[str], path: Path) -> None:
         is_head |= {id(parameter) for name, parameter in chunk.named_parameters() if not name.startswith(within)}
     if any(id(parameter) not in is_head for name, parameter in chunk.named_parameters() if name in missing):
         raise ValueError(f"{path} has no weights for {names}.")
-    if not chunk.is_drawn:
+    if not chunk.is_drawn and chunk.config.head is None:
         raise ValueError(
             f"{path} has no weights for {names}: call build_chunks with a seed, from which they are drawn."
         )
-    warnings.warn(f"{path} has no weights for {names}: they stay as they were drawn.", stacklevel=2)
+    came = "drawn" if chunk.config.head is None else "given"
+    warnings.warn(f"{path} has no weights for {names}: they stay as they were {came}.", stacklevel=4)
+
+
+def _check_heads(chunk: Any, model: Any, names: Iterable[str], path: Path) -> None:
+    """Weights of another head than the model's tell that the files are of another model. A model of language may become
+    one with scores, but not the other way round, unless its config says so."""
+    own, config = set(model.state_dict()), chunk.config.model_config
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    others = [name for name in names if name not in own and not name.startswith(f"{chunk.parts.decoder}.")]
+    others = [name for name in others if not any(re.search(one, name) for one in ignored)]
+    if others and not config.architectures:
+        raise ValueError(
+            f"{path} has weights for {others[0]}, and a {type(model).__name__}, which is built as the config has no "
+            "architectures, has none of this name: set architectures in the config to the class that the weights are "
+            f"of, or to [{type(model).__name__!r}] to leave them out."
+        )
+    if classifier_of(config) is not None:
+        head = name_of_head(model, chunk.parts.decoder)
+        if within := [name for name in others if name.startswith(f"{head}.")]:
+            raise ValueError(
+                f"{path} has weights for {within[0]}, and the model's {head} has none of this name: pass build_chunks "
+                "the module that was saved, as head."
+            )
 
 
 def _load_config(model: Any, dtype: torch.dtype) -> Any:
@@ -199,18 +229,15 @@ def _load_config(model: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def _keys_by_layer(model: Any, chunk: Any, keys: Any) -> dict[int | None, list[str]]:
-    """Names in files, by the layer they are for; None for all outside layers."""
+def _names_in_model(model: Any, chunk: Any, keys: Iterable[str]) -> dict[str, str]:
+    """The names that the model has for those in files, by these."""
     loading: Any = importlib.import_module("transformers.core_model_loading")
     conversions = _load_config(model, chunk.dtype).weight_mapping
     renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, loading.WeightConverter)]
     names = model.state_dict()
-    found: dict[int | None, list[str]] = defaultdict(list)
-    for key in keys:
-        name, _ = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, names)
-        found[chunk.parts.layer_of(name)].append(key)
-    return found
+    prefix = model.base_model_prefix
+    return {key: loading.rename_source_key(key, renamings, converters, prefix, names)[0] for key in keys}
 
 
 @contextmanager

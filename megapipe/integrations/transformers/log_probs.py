@@ -22,7 +22,8 @@ def token_log_probs(
     `log_probs_of` before the weights change. Call `chunk.eval()` first, and train so too, if the model has dropout.
 
     Args:
-        chunks: this rank's, from `build_chunks`.
+        chunks: this rank's. On the last stage they return logits [sequences, tokens, vocabulary]: those of
+            `build_chunks`, or Megatron's.
         schedule: the one that they were built for.
         microbatches: as the model is called, with `input_ids`. Labels are left out.
         temperature: by which logits are divided.
@@ -57,7 +58,7 @@ _OF_LOSSES = ("labels", "num_items_in_batch")
 def _reporting_to_all(config: Any) -> Iterator[None]:
     """Let the reports of steps come to all ranks, and microbatches have any lengths, masks and positions."""
     settings = {"broadcast_reports": True, "variable_seq_lengths": True}
-    before = {name: getattr(config, name) for name in settings}
+    before = {name: getattr(config, name, False) for name in settings}  # Megatron's config has not all
     try:
         for name in settings:
             setattr(config, name, True)

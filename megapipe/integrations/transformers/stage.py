@@ -43,11 +43,12 @@ class ChunkConfig(StepConfig):
 
     Args:
         model_config: of transformers.
+        head: in the place of the one that the model's class has.
         settings: fields of `PipelineConfig`.
     """
 
-    def __init__(self, model_config: Any, **settings: Any) -> None:
-        self.__dict__["model_config"] = model_config
+    def __init__(self, model_config: Any, head: nn.Module | None = None, **settings: Any) -> None:
+        self.__dict__["model_config"], self.__dict__["head"] = model_config, head
         super().__init__(**settings)
 
     def __getattr__(self, name: str) -> Any:

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...safetensors_files import Entry
 from ...training import finalize_weights
 from ...weights_out import BUCKET, Part, send_out
-from .adapters import adapted_in, adapters_of, has_adapters
+from .adapters import adapted_in, adapters_of, copied_in, has_adapters
+from .heads import whole_of
 from .step import tied_names
-from .whole import make_meta_model
 
 Making = Callable[[bool], Tensor]
 """Makes a tensor; on the meta device if it is called with True."""
@@ -104,8 +104,13 @@ def _tensors_of(chunk: Any, is_of_adapters: bool) -> dict[str, Making]:
     if is_of_adapters:  # a copy of the head that an adapter trains is not tied
         return {name: functools.partial(_whole, tensor) for name, tensor in adapters_of(chunk).items()}
     ties, adapted = tied_names(chunk), adapted_in(chunk)
+    copied = copied_in(chunk) if has_adapters(chunk) else {}
     made: dict[str, Making] = {}
     for full_name, tensor in chunk.state_dict(keep_vars=True).items():
+        if (wrapper := next((one for one in copied if full_name.startswith(f"{one}.")), None)) is not None:
+            if full_name.startswith(kept := f"{wrapper}.{copied[wrapper]}."):
+                made[f"{wrapper}.{full_name[len(kept) :]}"] = functools.partial(_whole, tensor)
+            continue
         within = next((one for one in adapted if full_name.startswith(f"{one}.")), None)
         name = full_name.replace(".base_layer.", ".")  # also of a layer whose adapters were deleted
         if within is not None and not full_name.startswith(f"{within}.base_layer."):
@@ -143,7 +148,7 @@ def check_floats(chunk: Any) -> None:
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in chunk.state_dict().items()}
     if not (strange := [name for name, tensor in state.items() if is_quantised(tensor)]):
         return
-    whole = make_meta_model(copy.deepcopy(chunk.config.model_config), chunk.dtype).state_dict()
+    whole = whole_of(chunk, chunk.dtype).state_dict()
     for name in strange:
         if name in whole and not is_quantised(whole[name]):
             form = state[name].dtype if type(state[name]) in (Tensor, nn.Parameter) else type(state[name]).__name__

@@ -35,8 +35,9 @@ def check_kind(config: Any) -> None:
         made += config.architectures
     if other := [one for one in config.architectures or () if OTHER_HEAD.search(one) and one not in made]:
         raise CannotCutError(
-            f"{other[0]} cannot be cut into stages: {made[0]} would be built, without the weights of its head. "
-            "Write its stages (docs/own_model.md), or set architectures=None in the config for a model of language."
+            f"{other[0]} cannot be cut into stages: {made[0]} would be built, without the weights of its head. If it "
+            "gives scores, pass its head as head; for a model of language set architectures in the config to "
+            f"[{made[0]!r}]; or write its stages (docs/own_model.md)."
         )
     if getattr(config, "layerdrop", 0) or getattr(config, "decoder_layerdrop", 0):
         raise CannotCutError(f"{name} cannot be cut into stages: it leaves out layers at random: set layerdrop=0.")
