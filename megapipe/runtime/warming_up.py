@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..activations import restores_of
 from ..chunks import device_of, find_attribute, named_parameters, parameters_replaced, wrapped_in
@@ -101,6 +102,13 @@ def warm_up(
 
 
 def _refuse_what_cannot_be_left_alone(call: Call, runner: Runner) -> None:
+    for info, model in zip(runner.stages, call.models):
+        for module in model.modules():
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+                raise ValueError(
+                    f"stage {info.index} holds a {type(module).__name__}, whose parameters its first forward makes, "
+                    "but warm_up leaves nothing behind: give it its sizes, run it once before, or leave warm_up out."
+                )
     is_ddp = any(isinstance(m, nn.parallel.DistributedDataParallel) for model in call.models for m in wrapped_in(model))
     if is_ddp or any(extension.hides_gradients for extension in runner.extensions(call)):
         by = "DistributedDataParallel" if is_ddp else "fully_shard"
