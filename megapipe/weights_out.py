@@ -20,7 +20,7 @@ BUCKET = 2**28
 """Bytes that are sent at once."""
 
 
-class Part(NamedTuple):
+class ChunkTensors(NamedTuple):
     """What one chunk has of the model."""
 
     stage: int
@@ -39,7 +39,7 @@ class Bucket(NamedTuple):
 
 
 def send_out(
-    describe: Callable[[], list[Part]],
+    describe: Callable[[], list[ChunkTensors]],
     device: torch.device,
     to: int | Sequence[int] | None,
     dtype: torch.dtype | None,

@@ -114,7 +114,7 @@ KEPT_BY_OTHER_KEYS = {
     "frameworks.py: ties": "names of packages",
     "graph/captured.py: _captured_classes": "types",
     "graph/compile.py: _compiled": "code",
-    "integrations/transformers/cut.py: _classes": "types",
+    "integrations/transformers/boundaries.py: _classes": "types",
     "integrations/transformers/stage.py: _classes": "types",
     "plan/planned.py: _made": "plans",
     "plan/registry.py: _schedules": "names of schedules",

@@ -12,7 +12,7 @@ from .. import parallel_state
 from ..chunks import Models, as_list, as_sharded, device_of
 from ..safetensors_files import Entry
 from ..training import finalize_weights
-from ..weights_out import BUCKET, Part, send_out
+from ..weights_out import BUCKET, ChunkTensors, send_out
 from .full_state import FullState, GlobalName
 
 
@@ -44,20 +44,22 @@ def named_weights(
     """
     models = as_list(chunks)
 
-    def describe() -> list[Part]:
+    def describe() -> list[ChunkTensors]:
         finalize_weights(models)
         return [_part_of(chunk, number, models, global_name) for number, chunk in enumerate(models)]
 
     return send_out(describe, device_of(models), to, dtype, bucket_size)
 
 
-def _part_of(chunk: nn.Module, number: int, models: Sequence[nn.Module], global_name: GlobalName | None) -> Part:
+def _part_of(
+    chunk: nn.Module, number: int, models: Sequence[nn.Module], global_name: GlobalName | None
+) -> ChunkTensors:
     """A chunk in the order of ranks, and behind all their first chunks all their second ones."""
     pp_size = parallel_state.get_pipeline_model_parallel_world_size()
     place = number * pp_size + parallel_state.get_pipeline_model_parallel_rank()
     made = functools.partial(_tensors_of, FullState([chunk], [], global_name))
     entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made()]
-    return Part(place, pp_size * len(models), entries, functools.partial(_whole_tensors, made))
+    return ChunkTensors(place, pp_size * len(models), entries, functools.partial(_whole_tensors, made))
 
 
 def _tensors_of(state: FullState) -> Iterator[tuple[str, Tensor]]:

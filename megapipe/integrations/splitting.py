@@ -82,7 +82,7 @@ def split(
     evaluating.follow(training)
     for trace in (training, evaluating):
         trace.check_writes((training, evaluating))
-    state = State(model, training, evaluating)
+    state = SplitState(model, training, evaluating)
     chunks = []
     for info in own:
         part = Part((training, evaluating), state, info.index, arguments).train(model.training)
@@ -112,7 +112,7 @@ def _apart(example: tuple[Any, ...]) -> tuple[Any, ...]:
     return pytree.tree_map(apart, example)  # type: ignore[no-any-return]
 
 
-class State:
+class SplitState:
     """The parameters and buffers of the parts, and their names."""
 
     def __init__(self, model: nn.Module, *traces: Trace) -> None:
@@ -186,7 +186,7 @@ class Part(nn.Module):
     calls_no_modules = True
     """Those in it only hold parameters: it wraps none, one called `module` neither."""
 
-    def __init__(self, traces: Sequence[Trace], state: State, stage: int, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, traces: Sequence[Trace], state: SplitState, stage: int, arguments: tuple[Any, ...]) -> None:
         super().__init__()
         self._structure = _shared(pytree.tree_structure(arguments)) if stage == 0 else None
         self._leaves = [one.to("meta") if torch.is_tensor(one) else one for one in pytree.tree_leaves(arguments)]
@@ -213,7 +213,7 @@ class Part(nn.Module):
             f"{change}: put that back, or change the module and split it again."
         )
 
-    def _compile(self, trace: Trace, state: State, stage: int) -> Callable[..., Any]:
+    def _compile(self, trace: Trace, state: SplitState, stage: int) -> Callable[..., Any]:
         """The forward of this stage."""
         graph, is_last = fx.Graph(), stage == trace.last
         known = {node: graph.placeholder(node.name) for node in trace.crossing(stage)}

@@ -97,7 +97,7 @@ def check_ended(plan: PlanFacts, ends: Sequence[Sequence[float]]) -> None:
 
 
 @dataclass(frozen=True)
-class Wait:
+class Blocked:
     """What keeps a rank from going on."""
 
     rank: int
@@ -115,7 +115,7 @@ class Wait:
         )
 
 
-def waits_of(plan: PlanFacts, num_done: Sequence[int], errors: Sequence[str] = ()) -> dict[int, Wait]:
+def waits_of(plan: PlanFacts, num_done: Sequence[int], errors: Sequence[str] = ()) -> dict[int, Blocked]:
     """What keeps ranks from their next actions, by rank, where each has got through so many of its own.
 
     Args:
@@ -138,7 +138,7 @@ def waits_of(plan: PlanFacts, num_done: Sequence[int], errors: Sequence[str] = (
     return waits
 
 
-def _wait_of(plan: PlanFacts, rank: int, index: int, num_done: Sequence[int], errors: Sequence[str]) -> Wait:
+def _wait_of(plan: PlanFacts, rank: int, index: int, num_done: Sequence[int], errors: Sequence[str]) -> Blocked:
     action = plan.actions[rank][index]
     is_forward = KINDS[action.kind].is_forward
     what = "forward input" if is_forward else "output gradient"
@@ -149,4 +149,4 @@ def _wait_of(plan: PlanFacts, rank: int, index: int, num_done: Sequence[int], er
     else:
         place = "stops with an error" if any(errors[peer : peer + 1]) else "has ended its step"
     unit = unit_in_words(action.microbatch, action.slice, plan.num_slices)
-    return Wait(rank, action, f"{what} of {unit}", peer, place)
+    return Blocked(rank, action, f"{what} of {unit}", peer, place)

@@ -27,7 +27,7 @@ from .torchs import is_torchs, step_of_torchs
 
 
 @dataclass
-class RankStep:
+class StepResult:
     """What one step leaves behind on a rank: of each tensor a copy, by stage and name.
 
     Attributes:
@@ -50,7 +50,7 @@ class Evidence:
     rank: int
     replica: int
     stages: list[int]
-    steps: list[RankStep] = field(default_factory=list)
+    steps: list[StepResult] = field(default_factory=list)
 
 
 class Trial:
@@ -140,7 +140,7 @@ class Trial:
                 {of: full(tensor) for of, tensor in self.places(kind).items()} for kind in (parameters_of, buffers_of)
             )
             held = 0 if memory is None else memory.peak
-            found.steps.append(RankStep(reports, gradients or self.gradients(), weights, buffers, held))
+            found.steps.append(StepResult(reports, gradients or self.gradients(), weights, buffers, held))
         return found
 
     def gradients(self) -> dict[Place, Tensor | None]:

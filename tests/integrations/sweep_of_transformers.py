@@ -22,8 +22,8 @@ import transformers
 from tools import hf_kinds
 
 from megapipe.integrations.transformers import CannotCutError
-from megapipe.integrations.transformers.check import check_cut
-from megapipe.integrations.transformers.whole import check_kind, has_towers, make_meta_model
+from megapipe.integrations.transformers.cut_check import check_cut
+from megapipe.integrations.transformers.whole_model import check_kind, has_towers, make_meta_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface_models.md"
 MARK = "<!-- kinds -->"

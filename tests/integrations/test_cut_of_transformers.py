@@ -16,8 +16,8 @@ import transformers
 from tools import hf_kinds, hf_models
 
 from megapipe.integrations.transformers import CannotCutError, build_chunks
-from megapipe.integrations.transformers.check import check_cut
-from megapipe.integrations.transformers.whole import make_meta_model, make_model, make_small_config
+from megapipe.integrations.transformers.cut_check import check_cut
+from megapipe.integrations.transformers.whole_model import make_meta_model, make_model, make_small_config
 
 ZAMBA = {"num_hidden_layers": 8, "attn_layer_period": 3, "attn_layer_offset": 1}
 

@@ -13,7 +13,7 @@ from tools import hf_models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megapipe.integrations.transformers import count_items, save_pretrained
-from megapipe.integrations.transformers.whole import make_small_config
+from megapipe.integrations.transformers.whole_model import make_small_config
 
 KINDS = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 from ...first_use import names_on_first_use
 
 if TYPE_CHECKING:
+    from .boundaries import CannotCutError
     from .build import build_chunks
-    from .cut import CannotCutError
     from .generation import generate
     from .loading import load_weights
     from .log_probs import token_log_probs
-    from .of_trl import PipelineDPOTrainer, PipelineSFTTrainer
     from .saving import save_pretrained
     from .stage import ChunkConfig, HuggingFaceStage
     from .step import count_items, forward_step, tie_weights
     from .trainer import PipelineMixin, PipelineTrainer
+    from .trl_trainers import PipelineDPOTrainer, PipelineSFTTrainer
     from .weights import named_weights
 
 __all__ = [

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from .cut import Absent
+from .boundaries import Absent
 from .heads import whole_of
 
 

@@ -55,7 +55,7 @@ class StageAsModel:
         return getattr(self._chunk, name)
 
 
-class Pipeline(nn.Module):
+class PipelineModel(nn.Module):
     """This rank's chunks where a trainer has a wrapped model.
 
     Attributes:

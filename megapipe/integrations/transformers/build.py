@@ -17,14 +17,14 @@ from ...plan import StageInfo
 from ...runtime import stages_for_rank
 from ...weight_grad import let_convert, transposed_linear
 from . import experts
-from .check import check_cut
-from .cut import Crossing
-from .flow import Flow
+from .boundaries import Crossing
+from .cut_check import check_cut
+from .data_flow import Flow
 from .heads import let_score, put_head
 from .in_memory import config_and_dtype, copy_model
 from .stage import ChunkConfig, as_stage
 from .step import tie_weights
-from .whole import allocate, check_kind, has_towers, initialise, keep_in_float32, make_meta_model
+from .whole_model import allocate, check_kind, has_towers, initialise, keep_in_float32, make_meta_model
 
 
 def build_chunks(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cut import CannotCutError
-from .whole import classifier_of, make_meta_model
+from .boundaries import CannotCutError
+from .whole_model import classifier_of, make_meta_model
 
 
 def let_score(config: Any, head: nn.Module) -> None:

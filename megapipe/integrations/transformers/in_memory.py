@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .heads import is_of_own_head
-from .whole import make_meta_model
+from .whole_model import make_meta_model
 
 
 def config_and_dtype(whole: Any, head: nn.Module | None = None) -> tuple[Any, torch.dtype]:

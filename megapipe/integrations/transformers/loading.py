@@ -23,11 +23,11 @@ import torch.distributed as dist
 from ...all_ranks import AllRanks
 from ...training import finalize_weights
 from .adapters import has_adapters, load_adapters
+from .boundaries import Absent, cut
 from .build import default_device, is_meta
-from .cut import Absent, cut
 from .heads import name_of_head, put_head, whole_of
 from .step import tie_weights, tied_names
-from .whole import allocate, allocate_around, classifier_of, initialise
+from .whole_model import allocate, allocate_around, classifier_of, initialise
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """What weights are in, or in several with an index of this name and `.index.json`. The first that is there is read."""

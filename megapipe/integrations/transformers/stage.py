@@ -19,8 +19,8 @@ from ... import slices
 from ...config import StepConfig
 from ...plan import StageInfo
 from .adapters import WithAdapters
-from .cut import Absent, Crossing, Parts, Reached, cut, find_parts, let_cross
-from .flow import Course, Flow
+from .boundaries import Absent, Crossing, ModelParts, Reached, cut, find_parts, let_cross
+from .data_flow import Flow, WholeRun
 
 CACHES = ("cache", "past_key_values")
 """The argument that holds keys and values: the first from transformers 5.24 on, the second before."""
@@ -88,7 +88,7 @@ class HuggingFaceStage(WithAdapters):
     """Which stage of how many this is."""
     layers: range
     """The numbers of its layers in the whole model."""
-    parts: Parts
+    parts: ModelParts
     routers: Routers | None
     flow: Flow | None
     """What travels between the stages; None where there is only one."""
@@ -393,7 +393,7 @@ def _joined(earlier: Tensor | None, own: list[Tensor]) -> Tensor | None:
     return torch.cat(parts) if parts else None
 
 
-def find_routers(parts: Parts, model: nn.Module, own: range) -> Routers | None:
+def find_routers(parts: ModelParts, model: nn.Module, own: range) -> Routers | None:
     """The routers of a model that is still whole: those whose logits transformers records. None where there are
     none."""
     recorded = (getattr(parts.decoder_of(model), "_can_record_outputs", None) or {}).get("router_logits")
@@ -426,7 +426,7 @@ def _forward_like(own: type[nn.Module]) -> Any:
 
 
 def as_stage(
-    model: Any, stage: StageInfo, layers: range, course: Course | None = None, crossing: Crossing | None = None
+    model: Any, stage: StageInfo, layers: range, course: WholeRun | None = None, crossing: Crossing | None = None
 ) -> None:
     """Leave in a whole model what belongs to `stage`, and make it a `HuggingFaceStage` too: its class is swapped for
     one derived from both, of the same name, by which transformers finds things."""

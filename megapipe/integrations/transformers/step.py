@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ... import parallel_state
 from ...training import TiedWeights
-from .cut import CannotCutError
+from .boundaries import CannotCutError
 
 Batch = Mapping[str, Any]
 

@@ -26,7 +26,7 @@ from ... import parallel_state, weight_grad
 from ...checkpoint import load_optimizer, save_optimizer
 from ...schedules import get_forward_backward_func
 from ...training import GradientReducer, PipelinedGradScaler, clip_grad_norm_
-from .as_model import Pipeline, Sent, StageAsModel, gather
+from .as_model import PipelineModel, Sent, StageAsModel, gather
 from .build import build_chunks
 from .generation import generate
 from .loading import load_weights
@@ -71,7 +71,7 @@ class PipelineMixin:
     lr_scheduler: Any
     model_accepts_loss_kwargs: bool
     optimizer: Any
-    pipeline: Pipeline
+    pipeline: PipelineModel
     preprocess_logits_for_metrics: Any
     processing_class: Any
     state: Any
@@ -100,7 +100,7 @@ class PipelineMixin:
         self._loss: Tensor | None = None
         self._is_counting = False
         super().__init__(model=own, args=args, **keywords)  # type: ignore[call-arg]
-        self.pipeline = Pipeline(self.chunks)
+        self.pipeline = PipelineModel(self.chunks)
 
     def _build(self, model: Any, args: Any, options: Mapping[str, Any], peft_config: Any) -> list[Any]:
         # Collators pad to the longest sequence of a batch. Every rank logs the loss.

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...safetensors_files import Entry
 from ...training import finalize_weights
-from ...weights_out import BUCKET, Part, send_out
+from ...weights_out import BUCKET, ChunkTensors, send_out
 from .adapters import adapted_in, adapters_of, copied_in, has_adapters
 from .heads import whole_of
 from .step import tied_names
@@ -57,7 +57,7 @@ def named_weights(
         RuntimeError: on every rank that is still there, where one stops before the end, or is killed.
     """
 
-    def describe() -> list[Part]:
+    def describe() -> list[ChunkTensors]:
         finalize_weights(chunks)
         parts = []
         for chunk in chunks:
@@ -66,7 +66,7 @@ def named_weights(
             made = to_save(chunk, True, merge_adapters)
             entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made]
             tensors = functools.partial(to_save, chunk, merge_adapters=merge_adapters)
-            parts.append(Part(chunk.stage.index, chunk.stage.num_stages, entries, tensors))
+            parts.append(ChunkTensors(chunk.stage.index, chunk.stage.num_stages, entries, tensors))
         return parts
 
     return send_out(describe, chunks[0].device, to, dtype, bucket_size)

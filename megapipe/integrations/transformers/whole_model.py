@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cut import Absent, CannotCutError
+from .boundaries import Absent, CannotCutError
 
 OTHER_HEAD = re.compile(r"For(?=[A-Z])(?!CausalLM|ConditionalGeneration|MaskedLM|PreTraining)|Reward|Value")
 

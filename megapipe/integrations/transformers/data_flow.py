@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...plan import StageInfo
-from .cut import (
+from .boundaries import (
     Border,
     CannotCutError,
     Crossing,
-    Parts,
+    ModelParts,
     Path,
     Place,
     Reached,
@@ -38,14 +38,14 @@ from .step import tied_names
 
 
 @dataclass
-class Course:
+class WholeRun:
     """One run of the whole model."""
 
     used: dict[str, set[int]]
     """Which layers were running, or had run last, when a parameter outside them was read: -1 before the first, their
     number behind the last."""
     forms: list[Any]
-    """What each layer returned, see `cut.form_of`."""
+    """What each layer returned, see `form_of`."""
     calls: list[dict[Path, Tensor]]
     """The tensors that each layer was called with, and those that the last one returned."""
     groups: dict[Place, str]
@@ -64,7 +64,7 @@ class Course:
 class Flow:
     """How a model is cut into stages."""
 
-    course: Course
+    course: WholeRun
     borders: list[Border]
     """One for each stage."""
     is_plain: bool
@@ -92,7 +92,7 @@ class _Watch(TorchFunctionMode):
 
 
 @contextmanager
-def watched(model: nn.Module, parts: Parts) -> Iterator[Course]:
+def watched(model: nn.Module, parts: ModelParts) -> Iterator[WholeRun]:
     """What happens while the block runs the whole model once.
 
     Raises:
@@ -100,7 +100,7 @@ def watched(model: nn.Module, parts: Parts) -> Iterator[Course]:
     """
     layers = parts.layers_of(model)
     names = {p: name for name, p in model.named_parameters(remove_duplicate=False) if parts.layer_of(name) is None}
-    course = Course({}, [None] * len(layers), [{} for _ in range(len(layers) + 1)], {})
+    course = WholeRun({}, [None] * len(layers), [{} for _ in range(len(layers) + 1)], {})
     seen: dict[int, tuple[str, Tensor]] = {}
     now, order = [-1], []
     firsts: list[Tensor | None] = [None] * len(layers)
@@ -147,7 +147,7 @@ def watched(model: nn.Module, parts: Parts) -> Iterator[Course]:
         )
 
 
-class Trial(Crossing):
+class StageTrial(Crossing):
     """A stage whose own layers are given what they are given in the whole model.
 
     Attributes:
@@ -157,7 +157,7 @@ class Trial(Crossing):
 
     is_everywhere = True
 
-    def __init__(self, course: Course, layers: range) -> None:
+    def __init__(self, course: WholeRun, layers: range) -> None:
         super().__init__(Border(), layers, course.forms)
         self.course, self.received = course, {}
         self.needed: list[Place] = []
@@ -199,7 +199,7 @@ def _is_at(values: Any, path: Path, wanted: Tensor) -> bool:
     )
 
 
-def borders_of(course: Course, trials: Sequence[Trial]) -> list[Border] | str:
+def borders_of(course: WholeRun, trials: Sequence[StageTrial]) -> list[Border] | str:
     """The border of each stage, or what of them lacks."""
     borders = [Border() for _ in trials]
     wanted: dict[str, Place] = {}

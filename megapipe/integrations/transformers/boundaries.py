@@ -76,7 +76,7 @@ class AbsentLayer(Absent):
         return self.call(self.number, self.signature.bind(*arguments, **options))
 
 
-class Parts(NamedTuple):
+class ModelParts(NamedTuple):
     """The places in a model of its layers and of what computes them."""
 
     decoder: str
@@ -98,7 +98,7 @@ class Parts(NamedTuple):
         return int(name[len(prefix) :].split(".")[0]) if name.startswith(prefix) else None
 
 
-def find_parts(model: Any) -> Parts:
+def find_parts(model: Any) -> ModelParts:
     """The list with the most weights is that of the layers, first of those with as many as the config says.
 
     Raises:
@@ -116,10 +116,10 @@ def find_parts(model: Any) -> Parts:
         raise CannotCutError(f"{type(model).__name__} cannot be cut into stages: it has no list of layers.")
     sizes = {name: sum(p.numel() for p in one.parameters()) for name, one in candidates.items()}
     name = max(sizes, key=lambda one: sizes[one])
-    return Parts(name.split(".")[0], name)
+    return ModelParts(name.split(".")[0], name)
 
 
-def cut(model: nn.Module, parts: Parts, is_kept: Callable[[str], bool], prefix: str = "") -> None:
+def cut(model: nn.Module, parts: ModelParts, is_kept: Callable[[str], bool], prefix: str = "") -> None:
     """Leave in `model`, outside its layers, the parameters that `is_kept` by their names. Layers are left alone."""
     for name, child in list(model.named_children()):
         path = f"{prefix}{name}"

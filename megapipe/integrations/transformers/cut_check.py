@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ...plan import StageInfo
-from .cut import CannotCutError, Crossing, Parts, Reached, find_parts
-from .flow import Course, Flow, Trial, borders_of, watched
+from .boundaries import CannotCutError, Crossing, ModelParts, Reached, find_parts
+from .data_flow import Flow, StageTrial, WholeRun, borders_of, watched
 from .generation import compare_decoding
 from .stage import ChunkConfig, as_stage, is_for_first
 from .step import names_between_stages
-from .whole import classifier_of, initialise, make_meta_model, make_small_config, make_untouched
+from .whole_model import classifier_of, initialise, make_meta_model, make_small_config, make_untouched
 
 LARGE = 2**20
 """Parameters of a model that is tried at a smaller size than its own."""
@@ -162,11 +162,11 @@ def _takes_mean(whole: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def _find_flow(
-    whole: Any, parts: Parts, course: Course, layers: Sequence[range], batch: dict[str, Any], reads_tokens: bool
+    whole: Any, parts: ModelParts, course: WholeRun, layers: Sequence[range], batch: dict[str, Any], reads_tokens: bool
 ) -> Flow | str:
     trials = []
     for index, own in enumerate(layers):
-        stage, trial = StageInfo(index, len(layers)), Trial(course, own)
+        stage, trial = StageInfo(index, len(layers)), StageTrial(course, own)
         chunk = _chunk(whole, parts, stage, own, course, trial)
         given = {name: value for name, value in batch.items() if stage.is_first or not is_for_first(name)}
         if not (reads_tokens or stage.is_first):
@@ -194,7 +194,7 @@ def _find_flow(
 
 def _compared(
     whole: Any,
-    parts: Parts,
+    parts: ModelParts,
     flow: Flow,
     layers: Sequence[range],
     batch: dict[str, Any],
@@ -247,7 +247,7 @@ def _distance(got: Tensor | None, wanted: Tensor | None, most: float) -> float:
     return float((got - wanted).norm()) / max(float(wanted.norm()), 1e-3 * most)
 
 
-def _chunk(whole: Any, parts: Parts, stage: StageInfo, layers: range, course: Course, crossing: Crossing) -> Any:
+def _chunk(whole: Any, parts: ModelParts, stage: StageInfo, layers: range, course: WholeRun, crossing: Crossing) -> Any:
     """A stage whose modules are those of the whole model, which stays whole."""
     chunk = _copy(whole, parts)
     as_stage(chunk, stage, layers, course, crossing)
@@ -255,7 +255,7 @@ def _chunk(whole: Any, parts: Parts, stage: StageInfo, layers: range, course: Co
     return chunk
 
 
-def _copy(module: nn.Module, parts: Parts, prefix: str = "") -> Any:
+def _copy(module: nn.Module, parts: ModelParts, prefix: str = "") -> Any:
     """The module itself, but that other modules may take the places of all in it, but for what is in its layers."""
     copied = copy.copy(module)
     copied._modules, copied._buffers = dict(module._modules), dict(module._buffers)
