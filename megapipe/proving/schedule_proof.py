@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import PipelineConfig
 from ..plan import (
     AnySchedule,
     Plan,
@@ -185,6 +184,7 @@ def _standstill(schedule: Schedule, size: Size, num_chunks: int | None) -> Stand
 
 def _run(schedule: Schedule, plans: Sequence[Plan]) -> tuple[list[Proof], list[Proof], str, list[float]]:
     """Run plans of one number of ranks, on processes that have all of them one after the other."""
+    from ..config import PipelineConfig  # with torch, as all that runs ranks
     from . import torchs, toy
     from .answer import answer
     from .local_ranks import RanksError, on_local_ranks

@@ -328,7 +328,8 @@ class Pipeline(Verbs):
         runs = runs_of(stage, extensions)
         if self._checkpoint_arguments is not NO_ARGUMENTS:
             forward = runs[FORWARD.name]
-            runs[FORWARD.name] = lambda unit: forward(unit, *next(self._checkpoint_arguments))
+            # Parts of an overlapped one have those of the first.
+            runs[FORWARD.name] = lambda unit, *own: forward(unit, *(own or next(self._checkpoint_arguments)))
         if self._sync is not None:
             for name, kind in KINDS.items():
                 if kind.completes_weights:
