@@ -76,12 +76,12 @@ pretrain: $(INSTALLED)
 generate: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(TORCHRUN) --nproc-per-node $(NPROC) examples/generate.py --load $(SAVED)
 
-# Two tests side by side, each with ranks of its own. Most of them wait for each other most of the time. Tests marked
+# Three tests side by side, each with ranks of its own, which wait for each other some of the time. Tests marked
 # `soak` are left out (pyproject.toml). Where Python is told to keep no bytecode, each of their processes would compile the
 # package and the tests again.
 test soak: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest -n 2 $(TESTS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest -n 3 $(TESTS)
 
 # Ends with exit code 1 where there is a GPU that torch cannot use.
 test-gpu: $(INSTALLED)

@@ -11,7 +11,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Runs a function on several ranks: `ranks.run(4, function, ...)`. Side by side (`-n 2`), each pytest process
+    """Runs a function on several ranks: `ranks.run(4, function, ...)`. Side by side (`-n 3`), each pytest process
     has a pool of its own."""
     pool = RankPool()
     yield pool

@@ -161,7 +161,9 @@ class _Whole(Function):
         of_parameter = ctx.like.placements
         placements = [own if _is_sum(own, like) else like for own, like in zip(grad.placements, of_parameter)]
         ctx.like.of_gradient = placements
-        part: Tensor = grad.redistribute(placements=placements).to_local()
+        if placements != list(grad.placements):  # torch 2.9 refuses a Partial one that is there already
+            grad = grad.redistribute(placements=placements)
+        part: Tensor = grad.to_local()
         return part, None
 
 

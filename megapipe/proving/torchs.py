@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from .question import Question
 
 TORCHS_KINDS = ("F", "B", "W", "BW")
+OLD = (
+    "stages of torch 2.9 end the process over gloo (one greets the next with 8 bytes, which expects 4): take torch 2.10"
+)
+RUNS_OVER_GLOO = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 
 
 def is_torchs(schedule: Any) -> bool:
@@ -30,6 +34,8 @@ def step_of_torchs(
     schedule: Any, question: Question
 ) -> tuple[Callable[[Sequence[Any]], Any], list[nn.Module], list[StageInfo]]:
     """What runs a step of one of torch's schedules, and the modules and places of its stages."""
+    if not RUNS_OVER_GLOO and dist.get_backend() == "gloo":
+        raise ValueError(f"{OLD}.")
     stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
     infos = [StageInfo(stage.stage_index, stage.num_stages) for stage in stages]
 
@@ -59,7 +65,7 @@ def why_not(plan: Plan) -> str:
         return f"it has no action for: {', '.join(unknown)}"
     if plan.pp_size == 1:
         return "it has pipelines of two ranks and more only"
-    return ""
+    return "" if RUNS_OVER_GLOO else OLD
 
 
 def runtime_of_plan(plan: Plan, make_stage: Callable[[StageInfo], nn.Module], loss: Callable[..., Any]) -> Any:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.pipelining.schedules as theirs
 from tools.failing import heard
 from tools.ranks import on_ranks, start_again
-from tools.torchs import OF_ONE_CHUNK, V_SHAPED
+from tools.torchs import OF_ONE_CHUNK, V_SHAPED, against_torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,11 +36,6 @@ SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDual
 CLASSES = (*OF_ONE_CHUNK, "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", *SPLIT)
 
 Wrap = Callable[[Any], Any]
-
-against_torch = pytest.mark.skipif(
-    TORCH < (2, 10),
-    reason="stages of old torch end the process over gloo: they greet each other by 8 bytes, and expect 4",
-)
 
 
 class Layer(nn.Module):

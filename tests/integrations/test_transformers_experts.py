@@ -45,13 +45,19 @@ def gradients(chunk: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in chunk.named_parameters() if parameter.grad is not None}
 
 
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """To the last bit, but with torch 2.9, whose graphs have a softmax's gradient by its parts."""
+    is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
+    return torch.allclose(found, expected, rtol=1e-5, atol=1e-6) if is_old else torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(("name", "experts"), PAIRS)
 @on_ranks(1)
 def test_captured(rank: int, name: str, experts: str) -> None:
     hf_models.initialise(1)
     expected, found = gradients(make_chunk(name, experts)), gradients(capture_chunk(make_chunk(name, experts)))
     assert expected.keys() == found.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert all(same(found[key], expected[key]) for key in expected)
 
 
 @on_ranks(1)

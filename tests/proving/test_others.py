@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining.schedules as theirs
 import torch.nn.functional as F
+from tools.torchs import against_torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -34,6 +35,7 @@ def whole(num_layers: int) -> Any:
     return lambda: toy.Layers(StageInfo(0, 1), num_layers)
 
 
+@against_torch
 @pytest.mark.parametrize("pp_size", [2, 4])
 @pytest.mark.parametrize("name", TORCHS)
 def test_schedules_of_torch(name: str, pp_size: int) -> None:
@@ -56,6 +58,7 @@ def test_schedules_of_torch(name: str, pp_size: int) -> None:
     assert proof, proof
 
 
+@against_torch
 def test_torchs_scale_that_is_left_out() -> None:
     def make() -> Any:
         rank = dist.get_rank()

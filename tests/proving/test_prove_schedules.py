@@ -8,6 +8,7 @@ from typing import Any
 
 import papers
 import pytest
+from tools.torchs import against_torch
 
 from megapipe import schedule
 from megapipe.analysis.cli import main
@@ -35,6 +36,7 @@ def out_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return status, " ".join(capsys.readouterr().out.split())
 
 
+@against_torch
 def test_a_schedule_that_is_right(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, out = out_of(capsys, "zbv", "--save", str(tmp_path / "zbv.md"), str(tmp_path / "zbv.json"))
     assert status == 0
@@ -51,6 +53,7 @@ def test_a_schedule_that_is_right(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert saved["held"] == pytest.approx([4.0] * 4, abs=1.1)  # of the plan; receives are posted ahead
 
 
+@against_torch
 def test_a_plan_of_torchs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     make_plan("interleaved_zb1p", 2, 4).save_csv(path := tmp_path / "theirs.csv")
     status, out = out_of(capsys, str(path))
@@ -156,6 +159,7 @@ def test_twice_the_memory(capsys: pytest.CaptureFixture[str], made: Any) -> None
     assert "beaten twice the memory: twice holds 8 microbatches at once, and 1f1b 4 in the same step" in out
 
 
+@against_torch
 @pytest.mark.parametrize("name", [*papers.PAPERS[:1], *(pytest.param(name, marks=SOAK) for name in papers.PAPERS[1:])])
 def test_schedules_of_papers(made: Any, name: str) -> None:
     """Of eight that were written down, the check found one wrong: rounds of Llama 3 of which the last is shorter."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch.distributed.pipelining.schedules as theirs
+
+from megapipe.proving.torchs import OLD, RUNS_OVER_GLOO
+
+against_torch = pytest.mark.skipif(not RUNS_OVER_GLOO, reason=OLD)
 
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 OF_ONE_CHUNK = ("ScheduleGPipe", "Schedule1F1B")
