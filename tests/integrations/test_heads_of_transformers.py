@@ -150,7 +150,7 @@ def test_heads_that_give_no_scores(rank: int) -> None:
         hf_models.make_config("llama"),
         r"hidden states \[sequences, tokens, 32\], and for \[1, 2, 32\] there ",
     )
-    with pytest.raises(ValueError, match=f"{taken}came RuntimeError: mat1"):
+    with pytest.raises(ValueError, match=f"{taken}came RuntimeError: .*mat1"):
         build_chunks(config, "1f1b", head=nn.Linear(16, 1))
     with pytest.raises(ValueError, match=rf"{taken}came \[1, 2\]"):
         build_chunks(config, "1f1b", head=nn.Sequential(nn.Linear(32, 1), nn.Flatten(1)))
