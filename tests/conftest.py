@@ -9,6 +9,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported: else each collection looks at all of it
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # what is frozen when a process ends is a leak to torch 2.15
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Runs a function on several ranks: `ranks.run(4, function, ...)`. Side by side (`-n 3`), each pytest process

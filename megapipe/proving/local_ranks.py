@@ -17,6 +17,10 @@ from typing import Any
 
 from .places import error_in_words, is_the_callers
 
+NO_FORK = (
+    "this process has computed gradients on a device, with threads that no fork of it has: prove before that, or "
+    "start under torchrun"
+)
 GRACE = 3.0
 """Seconds that other ranks have to end by themselves, once one has failed."""
 
@@ -83,7 +87,7 @@ def _run(rank: int, num_ranks: int, function: Callable[[], Any], end: Connection
             dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
             end.send((function(), ""))
         except BaseException as error:
-            end.send((None, error_in_words(error)))
+            end.send((None, NO_FORK if "autograd's threading" in str(error) else error_in_words(error)))
         sys.stdout.flush()
         parent = os.getppid()
         while os.getppid() == parent:
