@@ -161,7 +161,7 @@ def start_again(backend: str = "gloo") -> None:
     EXCUSES.append("a failure")
     store, rank, num_ranks = _get_default_store(), dist.get_rank(), dist.get_world_size()
     megapipe.parallel_state.destroy_model_parallel()
-    _shut_down()
+    dist.destroy_process_group()
     number = store.add(f"starts of {rank}", 1)
     _meet(dist.PrefixStore(f"start {number}", store), rank, num_ranks, backend)
 
@@ -172,12 +172,6 @@ def _meet(store: Any, rank: int, num_ranks: int, backend: str = "gloo") -> None:
 
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
     dist.all_reduce(torch.zeros(1))  # a rank that ended its job now would close connections that others still make
-
-
-def _shut_down() -> None:
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -257,7 +251,7 @@ def _end_job() -> None:
         EXCUSES.extend(["Megatron"] * megatron.model_parallel_is_initialized())
         megatron.destroy_model_parallel()
     if dist.is_initialized():
-        _shut_down()
+        dist.destroy_process_group()
     _forget_shardings()
     for session in list(megapipe.runtime.session._sessions.values()):
         session.close()  # the threads of its connections would slow down the next job
