@@ -11,7 +11,7 @@ from torch import nn
 
 import megapipe
 from megapipe.integrations.exported import Trace
-from megapipe.integrations.splitting import Part, State
+from megapipe.integrations.splitting import Part, SplitState
 
 from .case import SEQUENCE, Case, Feature
 
@@ -37,5 +37,5 @@ class Split(Feature):
         traces = Trace(stage, arguments, True), Trace(stage, arguments, False)
         for trace in traces:
             trace.cut(1, None)
-        part = Part(traces, State(stage, *traces), 0, arguments)
+        part = Part(traces, SplitState(stage, *traces), 0, arguments)
         return megapipe.PipelineStage(part, stage.info, stage.config)

@@ -1,5 +1,8 @@
 """A few of the forwards that `make fuzz` draws, so that what draws them stays at work."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 from fuzz import forwards
 from fuzz.forwards import WAYS, Forward, draw_forward, run_forward
@@ -16,3 +19,8 @@ def test_what_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no losses" in str(
         run_forward(Forward(WAYS[0], ("made[0] * 1.0", "torch.tanh(own(nn.Linear, D, D)(made[-1]))")))
     )
+
+
+def test_the_fuzzer_starts() -> None:
+    """Rows take nothing of `cases.parts`, so that only `make fuzz` saw what had been renamed under it."""
+    assert runpy.run_path(str(Path(__file__).with_name("__main__.py")), run_name="fuzzer")["main"]
