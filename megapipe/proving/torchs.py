@@ -21,7 +21,7 @@ TORCHS_KINDS = ("F", "B", "W", "BW")
 OLD = (
     "stages of torch 2.9 end the process over gloo (one greets the next with 8 bytes, which expects 4): take torch 2.10"
 )
-RUNS_OVER_GLOO = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+RUNS_OVER_GLOO = torch.__version__ >= "2.10"
 
 
 def is_torchs(schedule: Any) -> bool:
