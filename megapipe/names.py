@@ -109,7 +109,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "megapipe.runtime": {
         "grad_sync": "GradientSync",
-        "pipeline": "Pipeline runs_of",
+        "pipeline": "Pipeline action_functions",
         "step": "run_step stages_for_rank",
         "warming_up": "warm_up",
     },

@@ -1,8 +1,9 @@
 """Messages between stages: one channel per stage boundary and direction, and a link at each of its ends.
 
-A channel carries one kind of message in one direction, and every chunk handles its microbatches in order. So sends and
-receives on a channel always match, whatever the schedule does in between. A step can therefore wait only for data, and
-data dependencies have no cycle.
+A channel carries messages of one kind in one direction, and both of its ends handle the microbatches of a chunk in the
+same order (the gradients of a microbatch's slices in the reverse order of the slices). So sends and receives on a
+channel always match, whatever the schedule does in between. A rank only ever waits for a tensor that is not computed
+yet, and such waits form no cycle.
 
 Over gloo channels are independent: a late receive delays its own channel only. Over NCCL all channels from one rank to
 another share one NCCL communicator, which matches messages by their order. So their receives are posted in the order in
@@ -33,14 +34,13 @@ class ConnectionLostError(RuntimeError):
 
 
 class Transfer:
-    """One message on its way: its tensors, and the handles of the receives to wait for. It owns the tensors until
-    then."""
+    """One message on its way: its tensors, and the handles of the receives to wait for."""
 
     __slots__ = ("_works", "spec", "tensors")
 
     def __init__(self, spec: MessageSpec | None, tensors: list[torch.Tensor], works: Sequence[Any] = ()) -> None:
         self.spec = spec
-        """The spec of the message. None if nobody reads it: that of gradients."""
+        """The spec of the message. None for gradients: their receiver knows it."""
         self.tensors = tensors
         self._works = works
 
@@ -79,28 +79,32 @@ class Channel(ABC):
         """
 
     def reserve(self, spec: MessageSpec) -> None:  # noqa: B027
-        """Allocate the buffers of the next receive now. An allocation may wait for the device, so this is called when
-        such a wait does no harm."""
+        """Allocate the buffers of the next receive now. If memory is short, torch's allocator waits for the device, so
+        this is called when such a wait does no harm."""
 
 
 class Lookahead(NamedTuple):
-    """How many receives of a link are posted before they are requested (gloo)."""
+    """How many receives of a link are posted before they are requested."""
 
     num_receives: int
-    """This many are kept posted at any time."""
+    """The number that is kept posted at any time over gloo. Over NCCL 0 means that no large receive is posted early,
+    either."""
     idle_bytes: int = 0
-    """While the rank waits, more are posted, until their messages have this size together, in bytes."""
+    """Once in a step, before the rank's first wait for another one, more are posted, until the messages posted ahead
+    have this size together, in bytes (gloo)."""
 
 
 HEADERS_AHEAD = Lookahead(2)
-"""The lookahead of headers, whose messages may not be posted ahead: as many as gloo's channels have by default."""
+"""The lookahead of headers (links.py): of them receives are posted ahead even where those of their messages cannot be,
+whose sizes they tell. As many as of messages over gloo by default."""
 
 
 class Link:
     """A stage's end of one channel: a queue of messages, in the order of their units.
 
     Received messages stay here until an action pops them, results of actions until they are sent. No method waits for a
-    message, except that `post_early` may read headers on the host; what `pop` returns is waited for.
+    message, except that `post_early` may read headers on the host. The caller waits for what `pop` returns. At a
+    sending end the methods for receives do nothing, and at a receiving end those for sends.
     """
 
     peer: int | None = None
@@ -117,9 +121,10 @@ class Link:
         are not."""
 
     def request(self) -> None:
-        """Count one more receive as requested. Over gloo its receive is posted now, if it is not yet posted. Over NCCL
-        it is posted later, in the order of the `Line`. No receive of a later message is posted here, since the rank is
-        about to compute and others wait for the result."""
+        """Count one more receive as requested. Over gloo it is posted now, if it is not posted yet; if the size of its
+        message is not known, only the receive of the header is posted now. Over NCCL it is posted when the message is
+        waited for, in the order of the `Line`. No receive of a later message is posted here, since the rank is about to
+        compute and others wait for the result."""
 
     def pop(self) -> Transfer:
         """Remove and return the oldest message requested. It may not have arrived: wait for it."""
@@ -130,7 +135,8 @@ class Link:
         start of a step, and after sends."""
 
     def post_while_idle(self) -> None:
-        """Post receives up to the lookahead's `idle_bytes` (gloo). Called when this rank waits for others."""
+        """Post receives up to the lookahead's `idle_bytes` (gloo). Called once in a step, before the rank's first wait
+        for another one."""
 
     def post_early(self) -> None:
         """Post the receive of the next message if it is large (NCCL): a message larger than NCCL's buffers travels only
@@ -162,7 +168,8 @@ class Receiver(Link):
     """The receiving end of a channel.
 
     Args:
-        specs: the messages of one microbatch, one for each slice; HEADER if their sizes are not known.
+        specs: the messages of one microbatch, one for each slice; the constant `HEADER` in their place if their sizes
+            are not known. Empty for gradients of such messages: `expect` is then called for each one.
         count: the number of microbatches in a step.
         headers: receives a header before each message; the header has the message's full spec. If the sizes are known
             without it, the receive of the message is posted without waiting for the header.
@@ -185,10 +192,10 @@ class Receiver(Link):
         self._lookahead = lookahead
         self._headers, self._line = headers, line
         self._sizes_are_known = headers is None or HEADER not in specs
-        self._is_eager = self._sizes_are_known and line is None
+        self._may_post_ahead = self._sizes_are_known and line is None
         self._expected: deque[MessageSpec] = deque()
         self._posted: deque[Transfer] = deque()
-        self._num_requested = 0  # and not popped yet
+        self._num_requested = 0  # calls of `request`, less those of `pop`
 
     def reset(self) -> None:
         self._expected.extend([*self._specs] * self._count)
@@ -198,33 +205,34 @@ class Receiver(Link):
             self._headers.reset()
 
     def expect(self, spec: MessageSpec) -> None:
-        """Expect one more message with this spec, after those that are expected already."""
+        """Expect one more message with this spec, after those that are expected already. Called when the message is
+        sent whose gradients these are."""
         self._expected.append(spec)
 
     def request(self) -> None:
         self._num_requested += 1
         if self._headers is not None and not self._headers._posted and self._line is None:
             self._headers._post()
-        if self._is_eager and len(self._posted) < self._num_requested:
+        if self._may_post_ahead and len(self._posted) < self._num_requested:
             self._post()
 
     def pop(self) -> Transfer:
         self._num_requested -= 1
-        return self._posted.popleft() if self._is_eager and self._headers is None else _Arriving(self)
+        return self._posted.popleft() if self._may_post_ahead and self._headers is None else _Arriving(self)
 
     def post_lookahead(self) -> None:
         if self._headers is not None:
             self._headers.post_lookahead()
-        if self._is_eager:
+        if self._may_post_ahead:
             while self._expected and len(self._posted) - self._num_requested < self._lookahead.num_receives:
                 self._posted.append(self._channel.receive(self._expected.popleft()))
 
     def post_while_idle(self) -> None:
         if self._headers is not None:
             self._headers.post_while_idle()
-        if not self._is_eager:
+        if not self._may_post_ahead:
             return
-        room = self._lookahead.idle_bytes
+        room = self._lookahead.idle_bytes  # bytes left for messages whose receives are posted and not requested
         for number, posted in enumerate(self._posted):
             room -= posted.spec.nbytes if posted.spec and number >= self._num_requested else 0
         while self._expected:
@@ -266,8 +274,8 @@ class Receiver(Link):
     def reserve(self) -> None:
         """Allocate the buffers of the next message early, if it is large (NCCL).
 
-        If memory is short, an allocation waits for the device. Just before a receive, the device may be waiting for a
-        message that its sender sends only after it has taken one of this rank's: both would wait for ever.
+        If memory is short, an allocation waits for all that the device has been given. That may be a receive whose
+        sender first waits for a message that this rank has not sent yet: both would wait for ever.
         """
         if self._is_large():
             self._channel.reserve(self._expected[0])
@@ -300,7 +308,7 @@ class Sender(Link):
 
     Args:
         headers: sends a header before each message.
-        replies: receives the gradients of these messages. A message with a header tells it their shapes.
+        gradients: receives the gradients of these messages. Each message that has a header tells it their shapes.
         num_slices: the number of slices of a microbatch. Their gradients come back in the reverse order.
         line: checks the order of sends to this peer (NCCL only).
     """
@@ -310,19 +318,19 @@ class Sender(Link):
         channel: Channel,
         peer: int,
         headers: Channel | None = None,
-        replies: Receiver | None = None,
+        gradients: Receiver | None = None,
         num_slices: int = 1,
         line: Line | None = None,
     ) -> None:
         self.peer = peer
         self._channel = channel
         self._headers = headers
-        self._replies = replies
+        self._gradients = gradients
         self._num_slices = num_slices
         self._line = line
         self._to_send: deque[Transfer] = deque()
         self._num_sent = 0
-        self._reply_specs: list[MessageSpec] = []  # of the slices of a microbatch, until its last slice is sent
+        self._gradient_specs: list[MessageSpec] = []  # of the slices of a microbatch, until its last slice is sent
 
     def reset(self) -> None:
         self._num_sent = 0
@@ -341,17 +349,17 @@ class Sender(Link):
         if self._line is not None:
             self._line.check_turn(self)
         self._channel.send(message.tensors)
-        if self._headers is not None and self._replies is not None:
-            self._expect_reply(message)
+        if self._headers is not None and self._gradients is not None:
+            self._expect_gradients(message)
 
-    def _expect_reply(self, message: Transfer) -> None:
+    def _expect_gradients(self, message: Transfer) -> None:
         assert message.spec is not None
-        assert self._replies is not None
-        self._reply_specs.append(message.spec.gradient_spec())
-        if len(self._reply_specs) == self._num_slices:
-            for spec in reversed(self._reply_specs):
-                self._replies.expect(spec)
-            self._reply_specs.clear()
+        assert self._gradients is not None
+        self._gradient_specs.append(message.spec.gradient_spec())
+        if len(self._gradient_specs) == self._num_slices:
+            for spec in reversed(self._gradient_specs):
+                self._gradients.expect(spec)
+            self._gradient_specs.clear()
 
     def is_empty(self) -> bool:
         return not self._to_send
@@ -361,12 +369,13 @@ class Line:
     """The order of all messages of a step between this rank and one peer (NCCL only). NCCL matches the messages between
     two ranks by their order, so receives must be posted in the order of the peer's sends.
 
-    A receive is posted when the step waits for its message, after the receives of all messages that the peer sends
-    before it. It is not posted earlier, since a posted receive occupies multiprocessors of the GPU until its message
-    has come. But the receive of a large message may be posted one action early, if the plan says so.
+    A receive is posted when its message is waited for, after the receives of all messages that the peer sends before
+    it. It is not posted earlier, since a posted receive occupies multiprocessors of the GPU until its message has come.
+    But the receive of a large message may be posted one action early, if the plan says so.
 
     Args:
-        incoming, outgoing: the channel of each message of a step, in the order in which they are sent.
+        incoming, outgoing: the channel of each message of a step, in the order in which they are sent. `add` tells
+            which link is the end of each channel.
         buffered_bytes: see `Transport`.
     """
 
@@ -410,13 +419,13 @@ class Transport(ABC):
     matches_by_order = False
     """Whether all messages from one rank to another are matched by their order alone (NCCL)."""
     buffered_bytes = 0
-    """Messages up to this size travel before their receives are posted."""
+    """A message up to this size leaves its sender before its receive is posted."""
     mark: Callable[[], Callable[[], bool]] | None = None
-    """Marks the current point of the device's stream. Returns a function that tells whether the device has reached it.
-    None if the host waits for messages."""
+    """Marks the current point of the device's stream, for `Monitor`. Returns a function that tells whether the device
+    has reached it. None if the host waits for messages."""
 
     def find_error(self) -> str | None:
-        """Returns an error of a connection that no call has raised yet. Called from any thread."""
+        """Returns an error of a connection that no call has raised yet. Called from the watchdog's thread."""
         return None
 
     @abstractmethod
@@ -486,7 +495,8 @@ class Channels:
                 continue
             peer = upper if self._pp_rank == lower else lower
             for name in (ChannelName(kind, boundary) for kind in kinds):
-                sends = (name.kind == "backward") == (self._pp_rank == upper)
+                is_upper = self._pp_rank == upper
+                sends = is_upper if name.kind == "backward" else not is_upper
                 self._channels[name] = self.transport.channel(name, peer, sends)
 
 

@@ -17,7 +17,7 @@ from ..messages import MessageSpec
 from ..options import Autocast, Recompute
 from ..p2p_communication import Transfer
 from ..plan import Action, StageBytes, StageInfo
-from ..runtime import runs_of
+from ..runtime import action_functions
 from ..stages import ActionFunction, Call, Extension, Stage, UnitState
 from ..structure import structure_of
 from ..timing import LiveStorages
@@ -106,7 +106,7 @@ def _measure(
     recomputes = call.config.settings.recomputes_stage(info.index)
     for is_recomputed in (False, True) if recomputes else (False,):
         stage = Stage(info, 0, call, None)
-        runs = runs_of(stage, _extensions(call, info, is_recomputed))
+        runs = action_functions(stage, _extensions(call, info, is_recomputed))
         for _, is_split in itertools.product(range(2), (False, True)):
             with LiveStorages(call.device) as storages:
                 of_run, output = _run(runs, received, storages, call, is_split)

@@ -81,7 +81,7 @@ class Recompute(Compared):
     def kinds(self, stage: Stage) -> Mapping[str, ActionFunction]:
         def replay(unit: UnitState) -> None:
             if unit.received is not None:
-                stage.show(unit)
+                stage.give_input(unit)
             for call in unit.kept_by.get(Recompute, ()):
                 call.run()
 

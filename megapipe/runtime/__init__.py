@@ -6,7 +6,7 @@ from ..first_use import names_on_first_use
 
 if TYPE_CHECKING:
     from .grad_sync import GradientSync
-    from .pipeline import Pipeline, runs_of
+    from .pipeline import Pipeline, action_functions
     from .step import run_step, stages_for_rank
     from .warming_up import warm_up
 

@@ -121,12 +121,12 @@ class _Making:
         return made
 
     def _sender(
-        self, kind: str, index: int, peer: int, has_headers: bool = False, replies: Receiver | None = None
+        self, kind: str, index: int, peer: int, has_headers: bool = False, gradients: Receiver | None = None
     ) -> Sender:
         assert self.channels is not None
         headers = self.channels.channel("header", index) if has_headers else None
         line = self.lines.get(peer)
-        made = Sender(self.channels.channel(kind, index), peer, headers, replies, self.key.num_slices, line)
+        made = Sender(self.channels.channel(kind, index), peer, headers, gradients, self.key.num_slices, line)
         if line is not None:
             line.add(made, ChannelName(kind, index))
         return made

@@ -25,7 +25,8 @@ from .plans import PlanKey
 
 
 class Links(NamedTuple):
-    """The four links of a stage. None if there is no such neighbour: data and loss are no messages."""
+    """The four links of a stage. None at the ends: the first stage reads data_iterator, and the backward of the last
+    one begins at its loss."""
 
     inputs: Link | None
     """Arrive from the previous stage."""
@@ -42,11 +43,14 @@ class StageState:
 
     Args:
         actions: all actions that the stage can run in a step, by the name of their kind.
+
+    Attributes:
+        stage, functions, first_step: of the current step; they are there from `reset` to `end`.
     """
 
     stage: Stage
-    runs: dict[str, ActionFunction]
-    """The function of each kind of action, by the name of the kind. It is called with a unit."""
+    functions: dict[str, ActionFunction]
+    """The function that runs each kind of action, by the name of the kind. It is called with a unit."""
     first_step: FirstStep | None
     """Observes the stage in its first step; None in later ones."""
 
@@ -55,32 +59,34 @@ class StageState:
         self.inputs, self.outputs, self.output_grads, self.input_grads = links
         self.links = [link for link in links if link is not None]
         self.receivers = [link for link in (links.output_grads, links.inputs) if link and link.peer is not None]
-        self.waits_for_peer = {
+        self.kinds_with_message = {
             name
             for name, kind in KINDS.items()
             if kind.direction is not None and (self.inputs if kind.is_forward else self.output_grads) in self.receivers
         }
         """Kinds of action whose message comes from another rank."""
         self.may_have_windows = {name for name, kind in KINDS.items() if kind.direction is not None}
-        """Kinds of action that may have overlap windows (`megapipe.overlap`). A kind that had none in a whole step is
-        taken out."""
+        """Kinds of action that may have overlap windows (`megapipe.overlap`): points at which the model waits for
+        communication, and weight gradients can be computed meanwhile. A kind is taken out after a step in which no unit
+        had a window in it, or in an earlier action."""
         self.had_windows: dict[str, bool] = {}
-        """Whether a kind had a window in this step."""
+        """Whether a unit had a window in this step, in an action of this kind or an earlier one."""
         self.units: dict[tuple[int, int], UnitState] = {}
         """Units in flight, by microbatch and slice."""
 
-    def reset(self, stage: Stage, runs: dict[str, ActionFunction], first_step: FirstStep | None) -> None:
+    def reset(self, stage: Stage, functions: dict[str, ActionFunction], first_step: FirstStep | None) -> None:
         """Called when a step begins."""
-        self.stage, self.runs, self.first_step = stage, runs, first_step
+        self.stage, self.functions, self.first_step = stage, functions, first_step
         self.had_windows.clear()
         self.units.clear()
         for link in self.links:
             link.reset()
-        if self.inputs is not None:
+        if self.inputs is not None:  # gradients come after the first forward has been sent
             self.inputs.post_lookahead()
 
     def end(self) -> None:
-        """Called when a step has succeeded. Drops all that holds the model."""
+        """Called when a step has succeeded. Drops what refers to the model. After a failed step the whole pipeline is
+        dropped."""
         assert not self.units, "the schedule ended with work left"
         for link in self.links:
             assert link.is_empty(), "the schedule ended with messages left"
@@ -88,24 +94,27 @@ class StageState:
             if not had_some:
                 self.may_have_windows.discard(name)
         self.stage.forget_input()
-        del self.stage, self.runs, self.first_step
+        del self.stage, self.functions, self.first_step
 
     def send(self, kind: Kind, number: int) -> None:
-        """Send the result of action `number` of a kind now, if all earlier results have been sent. If not, the
-        schedule's own `send_forward` or `send_backward` does it."""
+        """Send the result of action `number` of a kind before the schedule calls `send_forward` or `send_backward`,
+        which then finds it sent. Does nothing if an earlier result is not sent yet: then the schedule's call sends this
+        one."""
         link = self.outputs if kind.is_forward else self.input_grads
         if link is not None:
             link.send(number)
 
 
 class Pipeline(Verbs):
-    """One rank's implementation of the verbs, used for all steps with the same number of microbatches.
+    """One rank's implementation of the verbs, used for all steps of a runner with the same number of microbatches.
+
+    `Verbs` (plan/verbs.py) has `forward_step`, `backward_step` and the like: they count the actions of each chunk, and
+    call `run`. The same counts make a plan when a schedule is recorded.
 
     Args:
         key: of the plan that the schedule follows.
         links: of each stage of the rank.
-        posted_ahead: `Plan.posted_ahead` of this rank: before which action which large receives are posted. Empty if
-            none are (all transports but NCCL).
+        posted_ahead: before which action which large receives are posted (`Runner._posted_ahead`).
     """
 
     _monitor: Monitor
@@ -120,13 +129,14 @@ class Pipeline(Verbs):
         forward_only: bool,
         posted_ahead: Mapping[Action, Sequence[Action]],
     ) -> None:
-        super().__init__(key.schedule.placement, pp_rank, *key[1:4], forward_only, key.settings, key.num_slices)
+        sizes = (key.pp_size, key.num_microbatches, key.num_chunks)
+        super().__init__(key.schedule.placement, pp_rank, *sizes, forward_only, key.settings, key.num_slices)
         self._states = [
             StageState(actions_of(info.index, self.num_microbatches, self.num_slices), around)
             for info, around in zip(self.stages, links)
         ]
         self._posted_ahead = posted_ahead
-        self._recomputed = frozenset() if forward_only else key.recomputed(pp_rank)
+        self._recomputed = frozenset() if forward_only else key.recomputed(pp_rank)  # Fs whose activations R computes
         units = itertools.product(range(self.num_microbatches), range(self.num_slices))
         self._in_words = {unit: unit_in_words(*unit, self.num_slices) for unit in units}
         self._pending_units: dict[UnitState, None] = {}
@@ -146,7 +156,8 @@ class Pipeline(Verbs):
 
         Args:
             stages, first_steps: one per chunk.
-            checkpoint_arguments: gives the third argument of forward_step_func for each forward.
+            checkpoint_arguments: gives the third argument of forward_step_func for each forward (Megatron's
+                checkpoint_activations_microbatch).
         """
         self.reset()
         self._results, self._monitor, self._sync = call.results, monitor, sync
@@ -155,7 +166,7 @@ class Pipeline(Verbs):
         self._has_waited = False
         self._pending_units.clear()
         for state, stage, first_step in zip(self._states, stages, first_steps):
-            state.reset(stage, self._runs(state, stage, extensions), first_step)
+            state.reset(stage, self._functions(state, stage, extensions), first_step)
 
     # Messages
 
@@ -192,6 +203,7 @@ class Pipeline(Verbs):
     # Computations
 
     def recompute_step(self, chunk: int = 0) -> None:
+        """Run the R of the chunk's next backward, if its activations are recomputed and the R has not run yet."""
         if self._recomputed and self.num_backwards_left(chunk):
             number = self._counts["backward_step"][chunk]
             action = self._states[chunk].actions[RECOMPUTE.name][number]
@@ -202,6 +214,12 @@ class Pipeline(Verbs):
                 self.run(RECOMPUTE.name, chunk)
 
     def run(self, kind_name: str, chunk: int | None = 0, number: int | None = None) -> None:
+        """Run one action: wait for its message, call its function, and keep its result for sending.
+
+        Args:
+            chunk: None for W takes the chunk whose pending W is the oldest.
+            number: which of the chunk's actions of this kind; None takes the next one.
+        """
         kind = KINDS[kind_name]
         if self.forward_only and not kind.is_forward:
             return
@@ -209,23 +227,25 @@ class Pipeline(Verbs):
         state = self._states[chunk]
         action = state.actions[kind_name][number]
         with self._monitor.at(action):
-            if not self._has_waited and kind_name in state.waits_for_peer:
+            if not self._has_waited and kind_name in state.kinds_with_message:
                 self._post_while_idle()
             unit = self._await(kind, chunk, number, action)
             if self._posted_ahead:
                 self._post_large_receives(action)
             if kind_name in state.may_have_windows and self._weights_per_window:
                 with filling_windows(partial(self._fill_window, unit)):
-                    state.runs[kind_name](unit)
+                    state.functions[kind_name](unit)
                 state.had_windows[kind_name] = state.had_windows.get(kind_name, False) or unit.has_windows
             else:
-                state.runs[kind_name](unit)
+                state.functions[kind_name](unit)
             self._store_result(kind, chunk, number, unit)
 
     def run_pair(self, first: tuple[str, int], second: tuple[str, int]) -> None:
+        """Run two actions, each given as (kind, chunk), that may overlap: an F followed by a backward does, if the
+        model's forward runs in segments and sequences are not cut into slices. Otherwise one runs after the other, and
+        the result of the first is sent before the second begins, as in the plan."""
         (name, chunk), (other_name, other_chunk) = first, second
         kind, other = KINDS[name], KINDS[other_name]
-        # The plan sends the result of the first action first. Only an F followed by a backward can be overlapped.
         is_overlapped = (kind.direction, other.direction) == ("forward", "backward") and self.num_slices == 1
         if is_overlapped and not self.forward_only and self._states[chunk].stage.can_overlap:
             self._overlap(kind, chunk, other, other_chunk)
@@ -249,7 +269,7 @@ class Pipeline(Verbs):
         for state in self._states:
             state.end()
         self._monitor.drain()
-        results, self._results, self._sync = self._results, [], None  # which hold the models
+        results, self._results, self._sync = self._results, [], None  # the last two refer to the models
         return results
 
     # The parts of an action
@@ -276,16 +296,16 @@ class Pipeline(Verbs):
         return unit
 
     def _post_while_idle(self) -> None:
-        """Called at the rank's first wait in a step, while the pipeline fills: post more receives, as far as the
-        lookahead's `idle_bytes` allow."""
+        """Called once in a step, before the first action of this rank whose message comes from another one: post more
+        receives, as far as the lookahead's `idle_bytes` allow. A rank with nothing else to do has the time."""
         self._has_waited = True
         for state in self._states:
             for receiver in state.receivers:
                 receiver.post_while_idle()
 
     def _post_large_receives(self, action: Action) -> None:
-        """Called before an action is launched, when its own message is there: post the large receives of the next
-        action, if the plan says that no rank can then wait for ever (NCCL only; plan/early_receives.py)."""
+        """Called before an action, after the wait for its own message: post the large receives of the next action, if
+        no rank can then wait for ever, by the plan (NCCL only; plan/early_receives.py)."""
         for later in self._posted_ahead.get(action, ()):
             state = self._states[later.stage // self.pp_size]
             link = state.inputs if KINDS[later.kind].is_forward else state.output_grads
@@ -304,8 +324,10 @@ class Pipeline(Verbs):
             output, unit.output = unit.output, None
             if state.outputs is not None:
                 assert output is not None
+                # Here, where the unit does not refer to the output any more: only what the model still refers to is
+                # copied.
                 for index, tensor in enumerate(output.tensors):
-                    output.tensors[index] = unshared(tensor)  # which nothing else holds any longer
+                    output.tensors[index] = unshared(tensor)
                 state.outputs.put(output)
         elif kind.direction is not None:
             grads, unit.input_grads = unit.input_grads, None
@@ -316,37 +338,38 @@ class Pipeline(Verbs):
         if kind.completes_weights:
             if unit.deferred is not None:
                 state.send(kind, number)
-                state.runs[WEIGHTS.name](unit)
+                state.functions[WEIGHTS.name](unit)
             del self._pending_units[unit]
         if kind.completes_weights or self.forward_only:
             del state.units[unit.microbatch, unit.slice]
 
     # The functions of actions
 
-    def _runs(self, state: StageState, stage: Stage, extensions: Sequence[Extension]) -> dict[str, ActionFunction]:
+    def _functions(self, state: StageState, stage: Stage, extensions: Sequence[Extension]) -> dict[str, ActionFunction]:
         """The function of each kind of action of a stage in this step."""
-        runs = runs_of(stage, extensions)
+        functions = action_functions(stage, extensions)
         if self._checkpoint_arguments is not NO_ARGUMENTS:
-            forward = runs[FORWARD.name]
-            # Parts of an overlapped one have those of the first.
-            runs[FORWARD.name] = lambda unit, *own: forward(unit, *(own or next(self._checkpoint_arguments)))
+            forward = functions[FORWARD.name]
+            # `own`: `_overlap` has taken the argument of this forward already, which runs in several parts.
+            functions[FORWARD.name] = lambda unit, *own: forward(unit, *(own or next(self._checkpoint_arguments)))
         if self._sync is not None:
             for name, kind in KINDS.items():
                 if kind.completes_weights:
-                    runs[name] = partial(self._completing, self._states.index(state), runs[name], kind)
-        return runs
+                    functions[name] = partial(self._run_and_sync, self._states.index(state), functions[name], kind)
+        return functions
 
-    def _completing(self, chunk: int, run: ActionFunction, kind: Kind, unit: UnitState) -> None:
+    def _run_and_sync(self, chunk: int, run: ActionFunction, kind: Kind, unit: UnitState) -> None:
         """Run an action that may complete the gradients of a chunk. If it does, `GradientSync` is told."""
         assert self._sync is not None
         if kind.direction is not None and unit.has_windows:  # `_store_result` runs the rest of it as W
             run(unit)
             return
+        # `run` and `_overlap` have counted this action already.
         is_last_action = not self.num_backwards_left(chunk) and not self.num_pending_weights(chunk)
-        in_w = unit.deferred is not None
-        with self._sync.last_gradients(chunk, in_w) if is_last_action else nullcontext():
+        is_w = unit.deferred is not None
+        with self._sync.last_gradients(chunk, is_w) if is_last_action else nullcontext():
             run(unit)
-            if in_w:
+            if is_w:
                 self._sync.after_weights(chunk)
 
     def _fill_window(self, unit: UnitState) -> None:
@@ -370,38 +393,40 @@ class Pipeline(Verbs):
             self._store_result(forward, forward_chunk, number, unit)
             forwards.send(forward, number)
 
-        first = Half(forwards.stage, forwards.runs[forward.name], unit)
+        first = Half(forwards.stage, forwards.functions[forward.name], unit)
         extra = next(self._checkpoint_arguments)
         _, of_backward = self._next_action(backward.name, backward_chunk)
         other = backwards.actions[backward.name][of_backward]
         with self._monitor.at(other):
             in_flight = self._await(backward, backward_chunk, of_backward, other)
             self._post_large_receives(other)
-            # Also for a BW, whose W is run by `_store_result`, after the input gradients are sent.
-            second = Half(backwards.stage, backwards.runs["B"], in_flight)
+            # A BW is run as B: `_store_result` runs its W, after it has sent the input gradients.
+            second = Half(backwards.stage, backwards.functions["B"], in_flight)
             run_overlapped(first, extra, done, second, self._fill_window)
             self._store_result(backward, backward_chunk, of_backward, in_flight)
         self._monitor.are_overlapped(action, other)
 
 
-def runs_of(stage: Stage, extensions: Sequence[Extension]) -> dict[str, ActionFunction]:
-    """The function of each kind of action on a stage: the stage's method of that name, wrapped by the extensions."""
-    runs: dict[str, ActionFunction] = dict(zip(KINDS, attrgetter(*KINDS)(stage)))
+def action_functions(stage: Stage, extensions: Sequence[Extension]) -> dict[str, ActionFunction]:
+    """The function of each kind of action on a stage, by the kind's name: the stage's method of that name, wrapped by
+    the extensions. They also wrap the stage's forward_step_func. The last extension is outermost."""
+    functions: dict[str, ActionFunction] = dict(zip(KINDS, attrgetter(*KINDS)(stage)))
     for extension in extensions:
-        runs |= extension.kinds(stage)
+        functions |= extension.kinds(stage)
         stage.forward_step_func = extension.forward_step(stage, stage.forward_step_func)
-        for name, run in runs.items():
-            runs[name] = extension.action(KINDS[name], stage, run)
-    return runs
+        for name, run in functions.items():
+            functions[name] = extension.action(KINDS[name], stage, run)
+    return functions
 
 
 NO_ARGUMENTS: Iterator[tuple[bool, ...]] = itertools.repeat(())
 
 
 def checkpoint_arguments(key: PlanKey, pp_rank: int, call: Call) -> Iterator[tuple[bool, ...]]:
-    """Gives the third argument of forward_step_func for each forward of this rank, in order: whether to checkpoint all
-    activations (False: only a part). Gives () each time if the config asks for no such argument."""
+    """Gives the third argument of forward_step_func for each forward of this rank, in order (Megatron's
+    checkpoint_activations_microbatch): True to checkpoint all activations, False for a part of them. Gives () each time
+    if the config asks for no such argument."""
     num_partial = call.config.num_microbatches_with_partial_activation_checkpoints
-    if num_partial is None or key.pp_size == 1:  # as in Megatron: without a pipeline nothing is in flight at a time
+    if num_partial is None or key.pp_size == 1:  # as in Megatron: one rank has one microbatch in flight
         return NO_ARGUMENTS
     return itertools.cycle([(k >= num_partial,) for k in range(key.plan.peak_in_flight(pp_rank))])

@@ -1,7 +1,11 @@
-"""What this rank keeps from step to step for one way of calling a schedule (`CallKey`), whatever the number of
-microbatches: checked arguments, message specs, the pipeline object with its links.
+"""What this rank keeps from step to step for one way of calling a schedule.
 
-A step only resets counters. No model is held between steps: `Stage`s, which hold models, are made anew in each step.
+There is one `Runner` for each `CallKey`. It keeps the checked arguments and the specs of messages, and for each number
+of microbatches a `PreparedStep`: the plan's key, and the `Pipeline` with its links. Each step resets their counters.
+What refers to a model (`Stage`, `Extension`, `GradientSync`) is made anew in each step and dropped at its end.
+
+`run_step` (step.py) finds or makes the runner of a call, and calls `fits`, `prepare` and `run`. CONTRIBUTING.md
+explains the words of the code: call, step, unit, action, loops, extension, spec, header.
 """
 
 from __future__ import annotations
@@ -33,9 +37,10 @@ from .plans import PlanKey
 from .session import Alone, Session
 
 PLAIN = {bool, int, float, str, type(None), torch.dtype}
+"""Types whose values are part of a `CallKey`. Of values of other types only the type is."""
 
 MODULES = {option.module for option in OPTIONS if option.module}
-"""Modules whose import switches an option on (torch.distributed.fsdp)."""
+"""Modules that switch an option on if the user has imported them (torch.distributed.fsdp)."""
 
 MOST_PREPARED = 64
 """The number of `PreparedStep`s that a runner keeps: those used last."""
@@ -49,13 +54,15 @@ class CallKey(NamedTuple):
     schedule: Schedule
     forward_only: bool
     sizes: tuple[int | None, ...]
-    """The arguments that the shapes of messages depend on."""
+    """The arguments that the shapes of messages depend on: three sizes, and whether adjust_tensor_shapes_fn is
+    given."""
     inputs: tuple[Any, ...]
     """The types of the data iterators, and which other inputs are passed."""
     settings: tuple[Any, ...]
-    """The values of all fields of the config; of functions and other objects only the type."""
+    """The values of all fields of the config. Of a function or another object only the type, since it may hold a model:
+    each step reads the object itself from its own call."""
     chunks: tuple[Any, ...]
-    """The structure of each model, and the imported modules of `MODULES`."""
+    """The `Structure` of each model (structure.py), and which of `MODULES` are imported."""
     device: torch.device
 
 
@@ -63,8 +70,8 @@ def call_key(schedule: Schedule, call: Call) -> CallKey:
     """The key of a call."""
     settings = [value if type(value) in PLAIN else _by_type(value) for value in _read_all(call.config)]
     chunks = (MODULES & sys.modules.keys(), *call.structures)
-    has_own = call.adjust_tensor_shapes_fn is not None
-    sizes = (call.seq_length, call.micro_batch_size, call.decoder_seq_length, has_own)
+    adjusts_shapes = call.adjust_tensor_shapes_fn is not None
+    sizes = (call.seq_length, call.micro_batch_size, call.decoder_seq_length, adjusts_shapes)
     inputs = (*map(type, call.data_iterators), call.pipeline_inputs is not None, call.collect_non_loss_data)
     return CallKey(schedule, call.forward_only, sizes, inputs, tuple(settings), chunks, call.device)
 
@@ -81,14 +88,15 @@ class PreparedStep:
 
     Args:
         plan_key: of the plan that the schedule follows.
-        loops: the schedule's function, or one that follows its plan.
-        to_agree_on: the arguments that must be the same on all ranks of the pipeline.
+        loops: the schedule's function; or, if options have added actions to its plan, a function that runs that plan.
+        arguments: those that must be the same on all ranks of the pipeline, by name.
     """
 
-    def __init__(self, plan_key: PlanKey, loops: Callable[[Any], Any], to_agree_on: dict[str, str]) -> None:
+    def __init__(self, plan_key: PlanKey, loops: Callable[[Any], Any], arguments: dict[str, str]) -> None:
         self.plan_key = plan_key
+        self.kinds = plan_key.kinds
         self.loops = loops
-        self.to_agree_on = to_agree_on
+        self.arguments = arguments
         self.pipeline: Pipeline | None = None
         self.lines: list[Line] = []
 
@@ -98,9 +106,10 @@ class Runner:
 
     Attributes:
         plan_key: of the plan that the schedule follows, for the number of microbatches of this step.
-        specs: for each stage the specs of the messages that it receives and sends; None if they are not known.
-        found_shapes: the messages whose shapes neither the arguments nor the models tell: they are found in the first
-            step.
+        specs: for each chunk of this rank the specs of the messages that it receives, and of those that it sends, one
+            per slice; None in their place if they are not known.
+        found_shapes: the messages whose shapes can not be told before the first step of this runner. What the stages
+            return in that step tells them.
 
     Raises:
         ValueError, TypeError: the arguments are wrong, or do not go together.
@@ -114,23 +123,24 @@ class Runner:
         schedule = call_key.schedule
         self.stages = schedule.stages(self.pp_rank, self._pp_size, len(call.models))
         check_arguments(call, self.stages)
-        self._kinds: set[str] = set()
+        self._kinds: set[str] = set()  # of action, in the plan of this step
         self._check(call)
         self.slices, self._stage_type = call.slices, Stage
-        for extension in self._of_options(config):
+        for extension in self._of_options(config):  # cutting sequences into slices takes stages of another class
             self.slices, self._stage_type = extension.cut(call) or (self.slices, self._stage_type)
         call.slices, call.stages = self.slices, self.stages
         self._peers = [remote_peers(stage, schedule.placement, self.pp_rank, self._pp_size) for stage in self.stages]
         self._static_specs = specs_of(call, self.stages, self._peers)
-        self._asks_models = call.adjust_tensor_shapes_fn is not None or any(
+        self._shapes_may_change = call.adjust_tensor_shapes_fn is not None or any(
             find_attribute(model, "infer_stage_inputs_from_pipeline_inputs") is not None for model in call.models
         )
-        unknown = {} if config.variable_seq_lengths else dict(enumerate(self._peers))
-        unknown = {
-            n: peers for n, peers in unknown.items() if peers != NO_PEERS and self._static_specs[n] == (None, None)
+        of_unknown_shape = {
+            chunk: peers
+            for chunk, peers in enumerate(self._peers)
+            if not config.variable_seq_lengths and peers != NO_PEERS and self._static_specs[chunk] == (None, None)
         }
-        self.found_shapes = FoundShapes(session, call, self.stages, unknown)
-        self._delays = [config.delay_wgrad_compute and bool(find_delayed(model)) for model in call.models]
+        self.found_shapes = FoundShapes(session, call, self.stages, of_unknown_shape)
+        self._delays_weights = [config.delay_wgrad_compute and bool(find_delayed(model)) for model in call.models]
         self._is_new = True
         self.specs: Specs = []
         self._channels: Channels | None = None
@@ -140,21 +150,21 @@ class Runner:
 
     def _update_specs(self, call: Call) -> None:
         """Take the shapes that are known so far: from arguments and models, and from the first step. If they have
-        changed, drop the pipelines, which are then built anew."""
+        changed, all `PreparedStep`s are dropped, and the next step makes new ones."""
         specs = list(self._static_specs)
         self.found_shapes.fill_in(specs)
         if not self._is_new and specs == self.specs:
             return
         self.specs = specs
         self._shapes_are_found = [chunk in self.found_shapes for chunk in range(len(specs))]
-        self._headers = [self.found_shapes.have_headers(chunk, sent) for chunk, (_, sent) in enumerate(specs)]
+        self._have_headers = [self.found_shapes.have_headers(chunk, sent) for chunk, (_, sent) in enumerate(specs)]
         self._prepared.clear()
 
     def _select(self, call: Call) -> None:
         """Take the `PreparedStep` for the number of microbatches of a call, or make it."""
         prepared, number = self._prepared, call.num_microbatches
         self._current = prepared.pop(number) if number in prepared else self._prepare_for(call)
-        self.plan_key = self._current.plan_key
+        self.plan_key, self._kinds = self._current.plan_key, self._current.kinds
         prepared[number] = self._current
         for oldest in list(prepared)[:-MOST_PREPARED]:
             del prepared[oldest]
@@ -165,8 +175,7 @@ class Runner:
         sizes = (self._pp_size, call.num_microbatches, len(self.stages))
         key = PlanKey(schedule, *sizes, config.settings, config.num_sequence_slices)
         if (config.max_in_flight, config.recompute, config.offload_activations) != (None, None, None):
-            _ = key.plan  # raises where the schedule cannot keep to these
-        self._kinds = key.kinds
+            _ = key.plan  # raises if the schedule cannot be run with these
         agreed = to_agree_on(schedule.name, call, self.stages, self.specs) | self.found_shapes.to_agree_on(self.specs)
         return PreparedStep(key, schedule.loops if call.forward_only else key.loops, agreed)
 
@@ -176,9 +185,12 @@ class Runner:
         check_combinations(call, self._pp_size)
 
     def fits(self, call: Call) -> bool:
-        """Whether this call has the same messages as those before. Only models that compute their shapes can change
-        them under the same key."""
-        if not self._asks_models:
+        """Whether the messages of this call have the same shapes as those of earlier calls. If not, the caller makes a
+        new runner.
+
+        The key does not hold what adjust_tensor_shapes_fn, or a model's infer_stage_inputs_from_pipeline_inputs, will
+        answer. So they are asked again. Without them the answer is yes."""
+        if not self._shapes_may_change:
             return True
         return specs_of(replace(call, slices=self.slices), self.stages, self._peers) == self._static_specs
 
@@ -191,7 +203,8 @@ class Runner:
         return extensions
 
     def _of_options(self, config: StepConfig) -> Iterator[Extension]:
-        """Make the extension of each option that is set, imported, or in the plan."""
+        """Make the extension of each option whose field of the config is set, whose module the user has imported, or of
+        whose kind there are actions in the plan."""
         for option in OPTIONS:
             is_set = option.field and getattr(config, option.field) != DEFAULTS[option.field]
             if is_set or option.module in sys.modules or option.kind in self._kinds:
@@ -199,12 +212,13 @@ class Runner:
                 extension_class: type[Extension] = getattr(importlib.import_module(module), name)
                 yield extension_class(config, lambda: self.plan_key.plan, self.pp_rank, self._session.watchdog)
 
-    def agree(self, call: Call, what: str = "") -> None:
-        """Check that all ranks of the pipeline make the same call. Collective over the pipeline, unless the arguments
-        are those of the last step.
+    def agree(self, call: Call, suffix: str = "") -> None:
+        """Check that all ranks of the pipeline make the same call. Collective over the ranks of the pipeline, unless
+        the last check was of this very `PreparedStep`. If only some ranks come here with another one, `Agreement` finds
+        out, and raises on all ranks.
 
         Args:
-            what: added to the name of the schedule in the comparison, such as ", in megapipe.warm_up".
+            suffix: added to the name of the schedule in the comparison, such as ", in megapipe.warm_up".
 
         Raises:
             ValueError: ranks disagree, on all ranks.
@@ -212,13 +226,13 @@ class Runner:
         if not isinstance(self._session, Session):
             return
         watchdog, agreement = self._session.watchdog, self._session.agreement
-        arguments = self._current.to_agree_on
-        if agreement.agreed is arguments and not what:
+        arguments = self._current.arguments
+        if agreement.agreed is arguments and not suffix:
             agreement.known_step = watchdog.progress.step
             return
         watchdog.timeout = call.config.timeout
-        name = {"the schedule": self.plan_key.schedule.name + what}
-        agreement.agree(arguments | name if what else arguments)
+        name = {"the schedule": self.plan_key.schedule.name + suffix}
+        agreement.agree(arguments | name if suffix else arguments)
 
     def connect(self, call: Call) -> Channels | None:
         """Returns the channels of the pipeline; None for one rank. The first step that needs them opens them, which is
@@ -230,8 +244,8 @@ class Runner:
         return self._session.channels(placement, self.plan_key.num_chunks, device, has_headers, call.config)
 
     def prepare(self, call: Call) -> list[Extension]:
-        """Called before `run`: do all that comes before the first action of a step. Collective over the pipeline if
-        arguments have changed.
+        """Called before `run`: do all that comes before the first action of a step. Collective over the ranks of the
+        pipeline in the first step, and after a step with other arguments.
 
         Returns:
             The extensions of this step, for `run`.
@@ -249,7 +263,7 @@ class Runner:
         return extensions
 
     def run(self, call: Call, extensions: Sequence[Extension]) -> None:
-        """Run one step. The results are put into the call."""
+        """Run one step. The results are put into the call. If it fails, `run_step` drops this runner."""
         first_steps = self._run_loops(call, extensions)
         if self._is_new and not call.is_void:
             self._is_new = False
@@ -260,7 +274,8 @@ class Runner:
             extension.end()
 
     def _run_loops(self, call: Call, extensions: Sequence[Extension]) -> list[FirstStep | None]:
-        """Run the schedule's loops. Returns the observer of each chunk that has run its first step."""
+        """Run the schedule's loops. In the first step of this runner, returns for each chunk the observer of it; later
+        None in its place."""
         pipeline = self._current.pipeline
         assert pipeline is not None
         contexts = []
@@ -287,8 +302,8 @@ class Runner:
             for context in contexts:
                 if context is not None:
                     around.enter_context(context)
-            reports = self._current.loops(pipeline)
-        if reports is not call.results:
+            results = self._current.loops(pipeline)
+        if results is not call.results:
             raise ScheduleError(f"{self.plan_key.schedule.name} did not end with `return pipe.finish()`.")
         return first_steps
 
@@ -304,26 +319,32 @@ class Runner:
             buffered = channels.transport.buffered_bytes
             lines = lines_of(self.plan_key.traffic_around(self.pp_rank), self.pp_rank, call.forward_only, buffered)
         self._current.lines = list(lines.values())
-        ways = (channels, lookahead, lines, call.forward_only)
-        links = links_around(self.plan_key, self.pp_rank, self.specs, self.found_shapes, *ways)
+        links = links_around(
+            self.plan_key, self.pp_rank, self.specs, self.found_shapes, channels, lookahead, lines, call.forward_only
+        )
         posted_ahead = self._posted_ahead(channels, lookahead, call.forward_only)
         self._current.pipeline = Pipeline(self.plan_key, self.pp_rank, links, call.forward_only, posted_ahead)
 
     def _posted_ahead(
         self, channels: Channels | None, lookahead: Lookahead, forward_only: bool
     ) -> Mapping[Action, Sequence[Action]]:
+        """`Plan.posted_ahead` of this rank: before which action which large receives are posted. Empty if no receive is
+        posted ahead: for all transports but NCCL, without overlap_p2p_comm, and if all messages are small."""
         if channels is None or not channels.transport.matches_by_order or not lookahead.num_receives:
             return {}
-        specs = [spec for around in self.specs for side in around for spec in side or ()]
+        specs = [spec for received_and_sent in self.specs for specs in received_and_sent for spec in specs or ()]
         if all(spec.nbytes <= channels.transport.buffered_bytes for spec in specs):
             return {}
         plan = self.plan_key.plan
-        is_of_plan = plan.forward_only == forward_only  # not a validation by the plan of a training step
-        return plan.posted_ahead[self.pp_rank] if is_of_plan else {}
+        if plan.forward_only != forward_only:  # a validation does not keep to the order of a training step
+            return {}
+        return plan.posted_ahead[self.pp_rank]
 
     def _gradient_sync(
         self, call: Call, extensions: Sequence[Extension], stages: Sequence[Stage]
     ) -> GradientSync | None:
+        """What calls the config's functions for gradients and parameters in this step, or what an option puts in its
+        place; None if there is nothing to call."""
         config = call.config
         make: Callable[..., GradientSync] = GradientSync
         for extension in extensions:
@@ -331,7 +352,7 @@ class Runner:
         functions = (config.no_sync_func, config.grad_sync_func, config.param_sync_func)
         if make is GradientSync and (call.forward_only or functions == (None, None, None)):
             return None
-        is_split = False
+        is_split = False  # whether the gradients of a chunk come in two actions, B and W
         if config.no_sync_func is not None and not call.forward_only:
             is_split = self.plan_key.plan.splits_backward or any(stage.can_overlap for stage in stages)
         return make(config, call.models, call.num_units, is_split, call.forward_only)
@@ -339,7 +360,7 @@ class Runner:
     def make_stages(self, call: Call) -> list[Stage]:
         """Make the stage of each chunk, for one step."""
         stages = []
-        columns = (self.stages, self.specs, self._shapes_are_found, self._headers, self._delays)
-        for chunk, (info, (_, sent), *flags) in enumerate(zip(*columns)):
-            stages.append(self._stage_type(info, chunk, call, sent, *flags))
+        for chunk, (info, (_, sent)) in enumerate(zip(self.stages, self.specs)):
+            found, have_headers = self._shapes_are_found[chunk], self._have_headers[chunk]
+            stages.append(self._stage_type(info, chunk, call, sent, found, have_headers, self._delays_weights[chunk]))
         return stages

@@ -28,7 +28,7 @@ from ..plan import FORWARD, KINDS, WEIGHTS, Schedule
 from ..stages import Call, UnitState, as_sent
 from ..structure import structure_of
 from .arguments import check_call, chunks_of, config_of, pipeline_group
-from .pipeline import checkpoint_arguments, runs_of
+from .pipeline import action_functions, checkpoint_arguments
 from .runner import Runner, call_key
 from .session import Alone, Session, one_step
 from .shapes import message_specs, spec_of
@@ -181,7 +181,7 @@ def _run(
     stage = runner.make_stages(call)[chunk]
     if chunk in runner.found_shapes:
         stage.output_specs = None  # what steps have found may change
-    runs = runs_of(stage, runner.extensions(call))
+    runs = action_functions(stage, runner.extensions(call))
     extra = next(checkpoint_arguments(runner.plan_key, runner.pp_rank, call))
     for backward in backwards or [""]:
         units = [UnitState(0, part) for part in range(len(inputs))]

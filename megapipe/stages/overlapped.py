@@ -48,7 +48,7 @@ def run_overlapped(
             return
         forward.run(unit, *extra)
         if stage is backward.stage and backward.unit.received is not None:
-            stage.show(backward.unit)
+            stage.give_input(backward.unit)
 
     with filling_windows(lambda: fill(unit)):
         advance()
@@ -65,7 +65,7 @@ def _parts(stage: Stage, unit: UnitState, extra: tuple[bool, ...], done: Callabl
     is_under_way = isinstance(output, Segments)
     while is_under_way:
         yield
-        stage.show(unit)
+        stage.give_input(unit)
         is_under_way = output.advance()
     with torch.enable_grad():  # this may be inside of the backward
         stage.finish_forward(unit, output, loss_func)

@@ -1,8 +1,9 @@
 """One stage of the model: its forward by the caller's forward_step_func and loss function, and its backward by
 autograd.
 
-`Stage` has a method for each kind of action (F, B, BW, W, R, O, L), which runs it for one unit. It knows no other rank:
-it takes inputs and gradients from the unit, and puts its results there. It never writes into a tensor of the model.
+`Stage` has a method for each kind of action (F, B, BW, W, R, O, L), which runs it for one unit. `Pipeline` calls it,
+and extensions wrap it. A stage knows no other rank: it takes inputs and gradients from the unit, and puts its results
+there. It changes no value of a parameter or buffer, only gradients.
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ EXPLAINED = (RuntimeError, StopIteration, TypeError, AttributeError)
 
 
 class Stage:
-    """Runs F, B and W of one chunk of the model. Made anew in each step.
+    """Runs the actions of one chunk of the model. Made anew in each step.
 
     Args:
-        output_specs: the specs of the messages that the next stage expects, one for each slice; None if each message
-            has a header that describes it.
+        output_specs: the specs of the messages that the next stage expects, one for each slice; None if they are not
+            known. Then each message has a header that describes all of it.
         shapes_are_found: output_specs are what this stage returned in its first step.
-        has_headers: each message has a header too, which tells what output_specs do not fix: requires_grad and values.
+        has_headers: each message has a header although output_specs are known. They fix its structure and sizes; the
+            header tells which tensors require a gradient, and what is no tensor (numbers, texts).
         delays: the chunk has modules with `backward_dw` (transformer-engine), which defer weight gradients themselves.
     """
 
     unit: UnitState | None = None
-    """The unit for which forward_step_func is running; None outside of it."""
+    """The unit for which forward_step_func is running, for extensions that wrap that function. None once it has
+    returned."""
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Stage:
         self._data_iterator = call.data_iterators[chunk]
         self.device = call.device
         self.forward_step_func = call.forward_step_func
-        """The caller's function, wrapped by options."""
+        """The caller's function. `action_functions` (pipeline.py) wraps it by extensions."""
         if call.frameworks and not call.forward_only:
             cut = find_cut(self.module, call.frameworks)
             self.forward_step_func = cut(self.forward_step_func) if cut else self.forward_step_func
@@ -74,9 +77,9 @@ class Stage:
         self._shapes_are_found, self._has_headers = shapes_are_found, has_headers
         self._set_input_tensor = find_attribute(self.module, "set_input_tensor")
         self._set_is_first_microbatch = find_attribute(self.module, "set_is_first_microbatch")
-        self._shown: tuple[int, int] | None = None
-        """The unit whose input was last given to the model's set_input_tensor, as (microbatch, slice)."""
-        self._shown_structure: Any = None
+        self._has_input_of: tuple[int, int] | None = None
+        """The unit whose input the model's set_input_tensor was last called with, as (microbatch, slice)."""
+        self._input_structure: Any = None
         """The structure of that input, as in MessageSpec."""
         self._around = []
         for framework in call.frameworks:
@@ -86,7 +89,7 @@ class Stage:
 
     @cached_property
     def can_overlap(self) -> bool:
-        """Whether the model's forward may run in segments, and so overlap with a backward."""
+        """Whether the model's forward may run in segments (`megapipe.overlap`), between which a backward runs."""
         return (
             find_forward_segments(self.module) is not None or find_cut(self.module, self._call.frameworks) is not None
         )
@@ -97,7 +100,7 @@ class Stage:
         Args:
             extra: the third argument of forward_step_func, if the config asks for one.
         """
-        if unit.parts is not None:
+        if unit.parts is not None:  # `run_overlapped` runs this forward in several calls, each up to the next window
             next(unit.parts, None)
             return
         self._take_input(unit)
@@ -114,8 +117,8 @@ class Stage:
     def O(self, unit: UnitState) -> None:  # noqa: E743  # the kind's name
         """O copies saved activations to host memory, L copies them back. The Offloading extension replaces both."""
         raise ValueError(
-            "the schedule runs O, but no F knew that what it saves is to be moved: set config.offload_activations, "
-            "which places O and L by itself, or run a plan that has them."
+            "the schedule runs O, but activations are not offloaded, and F has saved none that O could copy to host "
+            "memory: set config.offload_activations, which places O and L by itself, or run a plan that has them."
         )
 
     L = O
@@ -126,21 +129,21 @@ class Stage:
         self.BW(unit)
 
     def BW(self, unit: UnitState) -> None:
-        """Whole backward: B and W in one. If F ran in segments, it leaves W to be run as after B, so that overlap
-        windows can be filled with it."""
+        """Whole backward: B and W in one. If the unit had overlap windows, weight gradients are left in `deferred`,
+        with which windows are filled, and `Pipeline` runs W after it has sent the input gradients."""
         if unit.has_windows and unit.deferred is None:
             unit.deferred = DeferredGrads()
-        if unit.received is not None:  # for layers that are recomputed
-            self.show(unit)
-        for wait in unit.before_backward:
+        if unit.received is not None:  # layers under activation checkpointing run again, and may read it
+            self.give_input(unit)
+        for wait in unit.before_backward:  # of activations that come back from host memory
             wait()
         delayed = DelayedGrads(self._delayed) if self._delayed else None
         roots = self.roots(unit)
         if roots:
             unit.has_run_backward = True
             with unit.deferred or AT_ONCE:
-                # `torch.autograd.backward` without its checks of shapes: the engine's own are made against the graph,
-                # which knows the shapes of the outputs.
+                # `torch.autograd.backward` without the checks of shapes that it makes in Python. The engine checks the
+                # gradients against the graph, too.
                 torch.autograd.Variable._execution_engine.run_backward(
                     *zip(*roots),
                     keep_graph=False,
@@ -161,7 +164,7 @@ class Stage:
         unit.inputs, unit.edges, unit.kept_by, unit.before_backward = [], [], {}, []
 
     def W(self, unit: UnitState) -> None:
-        """Weight gradients. Takes `deferred` and `delayed`, and adds the gradients up in the parameters."""
+        """Weight gradients. Takes `deferred` and `delayed`, and adds the gradients to those of the parameters."""
         assert unit.deferred is not None
         unit.deferred.run()
         if unit.delayed is not None:
@@ -171,8 +174,9 @@ class Stage:
     # Forward
 
     def start_forward(self, unit: UnitState, *extra: bool) -> tuple[Any, Any]:
-        """The first part of F: give the model its input and call forward_step_func. A model that runs in segments stops
-        at its first overlap window. Returns the output and the loss function, for `finish_forward`."""
+        """The first part of F, for `run_overlapped`: give the model its input and call forward_step_func. A model
+        that runs in segments stops at its first overlap window. Returns the output and the loss function, for
+        `finish_forward`."""
         self._take_input(unit)
         try:
             returned = self.forward_step_func(self._data_iterator, self.module, *extra)
@@ -208,10 +212,10 @@ class Stage:
                     # would then be summed in autocast's dtype.
                     tensors[index] = tensors[index].view_as(tensors[index]).requires_grad_()
                     unit.inputs.append(tensors[index])
-        self._shown = None
-        self.show(unit)
-        is_validated = self._call.forward_only and self._call.first_val_step is False
-        if self._set_is_first_microbatch is not None and unit.microbatch == unit.slice == 0 and not is_validated:
+        self._has_input_of = None
+        self.give_input(unit)
+        is_later_validation = self._call.forward_only and self._call.first_val_step is False
+        if self._set_is_first_microbatch is not None and unit.microbatch == unit.slice == 0 and not is_later_validation:
             self._set_is_first_microbatch()
         for around in self._around:
             around.before(unit.microbatch)
@@ -233,7 +237,7 @@ class Stage:
             unit.has_windows = segments.has_stopped
         try:
             loss = self.compute_loss(unit, output, loss_func) if self._is_last else None
-        except StopIteration as error:  # of labels that the loss function takes
+        except StopIteration as error:  # the loss function takes labels from the iterator
             self._explain(error, unit)
             raise
         for around in self._around:
@@ -294,8 +298,8 @@ class Stage:
         return roots
 
     def _take_input_grads(self, unit: UnitState) -> None:
-        """Set `input_grads` after a backward. A gradient that is None is sent as zeros: whether it is None may depend
-        on the data, and to tell the previous stage would cost a wait for the device."""
+        """Set `input_grads` after a backward. A gradient that is None is sent as zeros, since the previous stage has
+        posted a receive for it: whether it is None may depend on the data."""
         grads, num_missing = [], 0
         for leaf in unit.inputs:
             if leaf.grad is None:
@@ -308,23 +312,24 @@ class Stage:
         if unit.has_run_backward and grads and num_missing == len(grads):
             self._warn(
                 f"stage {self.info.index} gives stage {self.info.index - 1} no gradient but zeros, since it does not "
-                "use its input, or detaches it: freeze what is not to be trained before it, which weight decay changes"
+                "use its input, or detaches it. Earlier stages get gradients of zeros, so that weight decay still "
+                "changes their parameters: set requires_grad=False for those that are not to be trained"
             )
         unit.input_grads = Transfer(None, grads)
 
     # Input
 
-    def show(self, unit: UnitState) -> None:
+    def give_input(self, unit: UnitState) -> None:
         """Call the model's set_input_tensor with the input of a unit, unless it was the last one given. A single tensor
         is given in a list, as to Megatron's models; the first stage gets [None]."""
         this = unit.microbatch, unit.slice
-        if self._shown == this:
+        if self._has_input_of == this:
             return
-        self._shown = this
+        self._has_input_of = this
         message: Any = [None]
         if unit.received is not None:
             assert unit.received.spec is not None
-            self._shown_structure = structure = unit.received.spec.structure
+            self._input_structure = structure = unit.received.spec.structure
             message = list(unit.received.tensors)
             if structure != "tensor":
                 message = unpack(structure, message)
@@ -332,10 +337,10 @@ class Stage:
             self._set_input_tensor(message)
 
     def forget_input(self) -> None:
-        """Called at the end of a step: give the model [None], so that it does not keep its last input in memory. A
-        model of the user's that takes several tensors might fail on that, so it keeps them; a PipelineStage does
+        """Called at the end of a step: give the model [None], so that it does not keep its last input in memory. This
+        is left out for a user's model that received several tensors: it may unpack them, and fail. A PipelineStage does
         not."""
-        structure = self._shown_structure
+        structure = self._input_structure
         if structure == "tensor" or (structure is not None and find_attribute(self.module, "finds_shapes")):
             with suppress(Exception):  # a model that wants a tensor keeps its last one: no harm but the memory
                 self._set_input_tensor([None])
@@ -366,14 +371,14 @@ class Stage:
                 f"{failed}. data_iterator is {describe(self._data_iterator)}: pass an iterator over microbatches, such "
                 "as iter(data_loader) or iter(batch.chunk(num_microbatches))."
             ) from error
-        if isinstance(error, (TypeError, AttributeError)) and _has_list(error, unit):
+        if isinstance(error, (TypeError, AttributeError)) and _took_list_for_tensor(error, unit):
             raise TypeError(
                 f"{failed}. set_input_tensor is called with a list of one item, the tensor received, or None on the "
                 "first stage: keep input[0], or wrap the layers in megapipe.PipelineStage."
             ) from error
 
     def _check_output(self, structure: Any, tensors: list[Tensor], unit: UnitState) -> MessageSpec:
-        """Returns the spec of an output that is not as `output_specs` say.
+        """Returns the spec of an output that differs from `output_specs`.
 
         Raises:
             ValueError: no header will tell the next stage of the difference.
@@ -385,7 +390,7 @@ class Stage:
         remedy = "Return what the next stage expects, pass the right seq_length and micro_batch_size, or set "
         if self._shapes_are_found:
             remedy = (
-                "It was so in the first step. Where it changes from step to step, pass another seq_length or "
+                "That was its shape in the first step. Where it changes from step to step, pass another seq_length or "
                 "micro_batch_size with it (shapes are then found anew), or set "
             )
         elif spec.matches(expected):
@@ -417,8 +422,9 @@ class Stage:
             warn(text, NoGradientWarning)
 
 
-def _has_list(error: Exception, unit: UnitState) -> bool:
-    """Whether the function that failed used the list given to set_input_tensor where it should use the tensor in it."""
+def _took_list_for_tensor(error: Exception, unit: UnitState) -> bool:
+    """Whether the function that failed has the list given to set_input_tensor among its variables, or those of its
+    modules, where it should have the tensor in it."""
     item = None if unit.received is None else unit.received.tensors[0]
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     values = [*frame.f_locals.values()]

@@ -162,7 +162,7 @@ def test_what_a_pair_makes_is_sent_early(rank: int) -> None:
 
         def log_and_send(self: Any, number: int, send: Any = Sender.send, events: list[str] = events) -> None:
             if number == self._num_sent:
-                events.append("B" if self._replies is None else "F")
+                events.append("B" if self._gradients is None else "F")
             send(self, number)
 
         def run_weights(self: Any, unit: Any, original: Any = weights, events: list[str] = events) -> None:

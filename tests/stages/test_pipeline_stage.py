@@ -83,7 +83,7 @@ def test_other_shapes_after_the_first_step(rank: int) -> None:
         step("1f1b", [chunk], of_sizes(2, 2, 2), micro_batch_size=2)
     with pytest.raises((ValueError, megapipe.PipelineError), match=r"stage 0 returned float32.*microbatch 1") as caught:
         step("1f1b", [chunk], of_sizes(4, 3))
-    assert "stage 1 expects float32[4, 8]. It was so in the first step." in str(caught.value)
+    assert "stage 1 expects float32[4, 8]. That was its shape in the first step." in str(caught.value)
     assert "pass another seq_length or micro_batch_size with it" in str(caught.value)
 
 
