@@ -1,3 +1,4 @@
+import atexit
 import gc
 from collections.abc import Iterator
 
@@ -9,8 +10,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported: else each collection looks at all of it
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # what is frozen when a process ends is a leak to torch 2.15
+# What is frozen when a process ends is a leak to torch 2.15. Not before, since pytest collects five times when it ends.
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")
