@@ -1,4 +1,5 @@
-"""Messages between stages: one channel per stage boundary and direction, and a link at each of its ends.
+"""Messages between stages: one channel per stage boundary and direction, one for headers, and a link at each of its
+ends.
 
 A channel carries messages of one kind in one direction, and both of its ends handle the microbatches of a chunk in the
 same order (the gradients of a microbatch's slices in the reverse order of the slices). So sends and receives on a
@@ -34,18 +35,20 @@ class ConnectionLostError(RuntimeError):
 
 
 class Transfer:
-    """One message on its way: its tensors, and the handles of the receives to wait for."""
+    """One message: its tensors, and the handles of the receives to wait for."""
 
     __slots__ = ("_works", "spec", "tensors")
 
     def __init__(self, spec: MessageSpec | None, tensors: list[torch.Tensor], works: Sequence[Any] = ()) -> None:
         self.spec = spec
-        """The spec of the message. None for gradients: their receiver knows it."""
+        """The spec of the message. None for gradients that are sent, whose receiver knows it, and for a message that is
+        received in `wait`, until then."""
         self.tensors = tensors
         self._works = works
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait until the tensors may be used, and return them. On CPU the host waits, on a GPU only the current stream.
+        """Wait until the tensors may be used, and return them. On CPU the host waits, on a GPU only the current stream;
+        for headers the host.
 
         Raises:
             ConnectionLostError: the message will not come.
@@ -87,24 +90,25 @@ class Lookahead(NamedTuple):
     """How many receives of a link are posted before they are requested."""
 
     num_receives: int
-    """The number that is kept posted at any time over gloo. Over NCCL 0 means that no large receive is posted early,
-    either."""
+    """Up to this many are posted over gloo, at the start of a step and after sends. Over NCCL 0 means that no large
+    receive is posted early, either."""
     idle_bytes: int = 0
     """Once in a step, before the rank's first wait for another one, more are posted, until the messages posted ahead
     have this size together, in bytes (gloo)."""
 
 
 HEADERS_AHEAD = Lookahead(2)
-"""The lookahead of headers (links.py): of them receives are posted ahead even where those of their messages cannot be,
-whose sizes they tell. As many as of messages over gloo by default."""
+"""How many receives of headers are posted ahead (links.py), where those of the messages cannot be: a header tells the
+size of its message. 2, as the default for messages over gloo."""
 
 
 class Link:
     """A stage's end of one channel: a queue of messages, in the order of their units.
 
-    Received messages stay here until an action pops them, results of actions until they are sent. No method waits for a
-    message, except that `post_early` may read headers on the host. The caller waits for what `pop` returns. At a
-    sending end the methods for receives do nothing, and at a receiving end those for sends.
+    Received messages stay here until an action pops them, results of actions until they are sent. No method of
+    `Link` waits for a message, except that `post_early` may read headers on the host. The caller waits for what `pop`
+    returns. At a sending end the methods for receives do nothing, but `pop` is not called; at a receiving end those for
+    sends do nothing.
     """
 
     peer: int | None = None
@@ -122,17 +126,19 @@ class Link:
 
     def request(self) -> None:
         """Count one more receive as requested. Over gloo it is posted now, if it is not posted yet; if the size of its
-        message is not known, only the receive of the header is posted now. Over NCCL it is posted when the message is
-        waited for, in the order of the `Line`. No receive of a later message is posted here, since the rank is about to
-        compute and others wait for the result."""
+        message is not known, a receive of a header is posted now, if none is. Over NCCL it is posted when the message
+        is waited for, in the order of the `Line`. No receive of a later message is posted here, since the rank is about
+        to compute and others wait for the result."""
 
     def pop(self) -> Transfer:
-        """Remove and return the oldest message requested. It may not have arrived: wait for it."""
+        """Remove and return the oldest message requested. Wait for it: it may not have arrived, and over NCCL, or after
+        a header, its receive may not even be posted before."""
         raise AssertionError("no message arrives at this end")
 
     def post_lookahead(self) -> None:
         """Post receives up to the lookahead's `num_receives` (gloo). Called when no rank waits for this one: at the
-        start of a step, and after sends."""
+        start of a step for inputs, after a forward is sent for both kinds, after gradients are sent for output
+        gradients."""
 
     def post_while_idle(self) -> None:
         """Post receives up to the lookahead's `idle_bytes` (gloo). Called once in a step, before the rank's first wait
@@ -148,7 +154,7 @@ class Link:
 
 
 class LocalLink(Link):
-    """Both ends of a channel between two stages of one rank. Tensors are handed over without a copy."""
+    """Takes the place of a channel between two stages of one rank, and is the link of both. Tensors are not copied."""
 
     def __init__(self) -> None:
         self._messages: deque[Transfer] = deque()
@@ -169,7 +175,7 @@ class Receiver(Link):
 
     Args:
         specs: the messages of one microbatch, one for each slice; the constant `HEADER` in their place if their sizes
-            are not known. Empty for gradients of such messages: `expect` is then called for each one.
+            are not known. Empty for the gradients of messages with headers: `expect` is called for each one.
         count: the number of microbatches in a step.
         headers: receives a header before each message; the header has the message's full spec. If the sizes are known
             without it, the receive of the message is posted without waiting for the header.
@@ -195,7 +201,7 @@ class Receiver(Link):
         self._may_post_ahead = self._sizes_are_known and line is None
         self._expected: deque[MessageSpec] = deque()
         self._posted: deque[Transfer] = deque()
-        self._num_requested = 0  # calls of `request`, less those of `pop`
+        self._num_requested = 0  # calls of `request`, less those of `pop`; of headers neither is called
 
     def reset(self) -> None:
         self._expected.extend([*self._specs] * self._count)
@@ -289,7 +295,8 @@ class Receiver(Link):
 
 
 class _Arriving(Transfer):
-    """A message that is not received before somebody waits for it: its receive is posted, or its header read, then."""
+    """A message of which only `wait` posts the receive (over NCCL, or if its size is not known), or reads the
+    header."""
 
     __slots__ = ("_receiver",)
 
@@ -412,7 +419,8 @@ class Line:
 
 
 class Transport(ABC):
-    """Sends and receives the messages of one rank of a pipeline. Its attributes depend on the kind of device."""
+    """Connects one rank of a pipeline with others, and makes its channels. Its attributes depend on the kind of
+    device."""
 
     lookahead = Lookahead(0)
     """The lookahead if the config does not set one."""
@@ -502,7 +510,7 @@ class Channels:
 
 def edges_in_rounds(placement: Placement, pp_size: int, num_stages: int) -> list[tuple[int, int]]:
     """The (sender, receiver) pairs of ranks that exchange messages, in an order in which all ranks can connect them one
-    after the other. Pairs without a rank in common connect in the same round, so that two or three rounds are
+    after the other. Pairs without a rank in common may connect in the same round, so that two or three rounds are
     enough."""
     ranks = [placement.rank(stage, pp_size) for stage in range(num_stages)]
     pairs = sorted({(min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b})

@@ -68,7 +68,7 @@ class StageState:
         self.may_have_windows = {name for name, kind in KINDS.items() if kind.direction is not None}
         """Kinds of action that may have overlap windows (`megapipe.overlap`): points at which the model waits for
         communication, and weight gradients can be computed meanwhile. A kind is taken out after a step in which no unit
-        had a window in it, or in an earlier action."""
+        had had a window by the end of its action."""
         self.had_windows: dict[str, bool] = {}
         """Whether a unit had a window in this step, in an action of this kind or an earlier one."""
         self.units: dict[tuple[int, int], UnitState] = {}
@@ -85,8 +85,8 @@ class StageState:
             self.inputs.post_lookahead()
 
     def end(self) -> None:
-        """Called when a step has succeeded. Drops what refers to the model. After a failed step the whole pipeline is
-        dropped."""
+        """Called when all actions of a step have run. Drops what refers to the model. After a failed step the whole
+        pipeline is dropped."""
         assert not self.units, "the schedule ended with work left"
         for link in self.links:
             assert link.is_empty(), "the schedule ended with messages left"
@@ -97,9 +97,8 @@ class StageState:
         del self.stage, self.functions, self.first_step
 
     def send(self, kind: Kind, number: int) -> None:
-        """Send the result of action `number` of a kind before the schedule calls `send_forward` or `send_backward`,
-        which then finds it sent. Does nothing if an earlier result is not sent yet: then the schedule's call sends this
-        one."""
+        """Send the result of action `number` of a kind now; the schedule's later `send_forward` or `send_backward` then
+        does nothing. Does nothing itself if an earlier result is not sent yet."""
         link = self.outputs if kind.is_forward else self.input_grads
         if link is not None:
             link.send(number)
@@ -119,7 +118,8 @@ class Pipeline(Verbs):
 
     _monitor: Monitor
     _sync: GradientSync | None
-    """Calls no_sync_func, grad_sync_func and param_sync_func; None if the config sets none of them."""
+    """Calls no_sync_func, grad_sync_func and param_sync_func; None if there is none to call
+    (`Runner._gradient_sync`)."""
 
     def __init__(
         self,
@@ -256,7 +256,8 @@ class Pipeline(Verbs):
         self.run(other_name, other_chunk)
 
     def finish(self) -> list[Any]:
-        """End the step: check that nothing is left to do, and wait for sends that the host must complete (gloo).
+        """End the step: check that nothing is left to do, and wait for sends that the host must complete (gloo, and
+        headers).
 
         Returns:
             The reports of the loss function, in microbatch order.
@@ -269,14 +270,14 @@ class Pipeline(Verbs):
         for state in self._states:
             state.end()
         self._monitor.drain()
-        results, self._results, self._sync = self._results, [], None  # the last two refer to the models
+        results, self._results, self._sync = self._results, [], None  # results and sync refer to the models
         return results
 
     # The parts of an action
 
     def _await(self, kind: Kind, chunk: int, number: int, action: Action) -> UnitState:
         """Wait for the message that an action needs, if it needs one. Returns the unit of the action, with the message
-        in it. Over NCCL it is the device that waits."""
+        in it. Over NCCL it is the device that waits, but for headers."""
         state = self._states[chunk]
         if self._sync is not None:
             self._sync.before_action()
@@ -350,7 +351,7 @@ class Pipeline(Verbs):
         functions = action_functions(stage, extensions)
         if self._checkpoint_arguments is not NO_ARGUMENTS:
             forward = functions[FORWARD.name]
-            # `own`: `_overlap` has taken the argument of this forward already, which runs in several parts.
+            # `own`: `_overlap` passes the argument itself, since it calls this several times for one forward.
             functions[FORWARD.name] = lambda unit, *own: forward(unit, *(own or next(self._checkpoint_arguments)))
         if self._sync is not None:
             for name, kind in KINDS.items():
@@ -361,7 +362,7 @@ class Pipeline(Verbs):
     def _run_and_sync(self, chunk: int, run: ActionFunction, kind: Kind, unit: UnitState) -> None:
         """Run an action that may complete the gradients of a chunk. If it does, `GradientSync` is told."""
         assert self._sync is not None
-        if kind.direction is not None and unit.has_windows:  # `_store_result` runs the rest of it as W
+        if kind.direction is not None and unit.has_windows:  # a BW, whose W `_store_result` runs
             run(unit)
             return
         # `run` and `_overlap` have counted this action already.
@@ -408,11 +409,13 @@ class Pipeline(Verbs):
 
 
 def action_functions(stage: Stage, extensions: Sequence[Extension]) -> dict[str, ActionFunction]:
-    """The function of each kind of action on a stage, by the kind's name: the stage's method of that name, wrapped by
-    the extensions. They also wrap the stage's forward_step_func. The last extension is outermost."""
+    """The function of each kind of action on a stage, by the kind's name: the stage's method of that name, or what an
+    extension puts in its place, wrapped by all extensions. They also wrap the stage's forward_step_func. The last
+    extension is outermost."""
     functions: dict[str, ActionFunction] = dict(zip(KINDS, attrgetter(*KINDS)(stage)))
     for extension in extensions:
         functions |= extension.kinds(stage)
+    for extension in extensions:
         stage.forward_step_func = extension.forward_step(stage, stage.forward_step_func)
         for name, run in functions.items():
             functions[name] = extension.action(KINDS[name], stage, run)
@@ -425,7 +428,7 @@ NO_ARGUMENTS: Iterator[tuple[bool, ...]] = itertools.repeat(())
 def checkpoint_arguments(key: PlanKey, pp_rank: int, call: Call) -> Iterator[tuple[bool, ...]]:
     """Gives the third argument of forward_step_func for each forward of this rank, in order (Megatron's
     checkpoint_activations_microbatch): True to checkpoint all activations, False for a part of them. Gives () each time
-    if the config asks for no such argument."""
+    if the config asks for no such argument, or on one rank."""
     num_partial = call.config.num_microbatches_with_partial_activation_checkpoints
     if num_partial is None or key.pp_size == 1:  # as in Megatron: one rank has one microbatch in flight
         return NO_ARGUMENTS

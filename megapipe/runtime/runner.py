@@ -37,7 +37,7 @@ from .plans import PlanKey
 from .session import Alone, Session
 
 PLAIN = {bool, int, float, str, type(None), torch.dtype}
-"""Types whose values are part of a `CallKey`. Of values of other types only the type is."""
+"""Types whose values are part of a `CallKey`. Of values of other types only the type is; of a sequence its items."""
 
 MODULES = {option.module for option in OPTIONS if option.module}
 """Modules that switch an option on if the user has imported them (torch.distributed.fsdp)."""
@@ -49,7 +49,7 @@ _read_all = attrgetter(*DEFAULTS)
 
 
 class CallKey(NamedTuple):
-    """The cache key of a runner. Steps with equal keys use the same one."""
+    """What a runner is for: calls with equal keys use the same one."""
 
     schedule: Schedule
     forward_only: bool
@@ -57,7 +57,7 @@ class CallKey(NamedTuple):
     """The arguments that the shapes of messages depend on: three sizes, and whether adjust_tensor_shapes_fn is
     given."""
     inputs: tuple[Any, ...]
-    """The types of the data iterators, and which other inputs are passed."""
+    """The types of the data iterators, whether pipeline_inputs are passed, and collect_non_loss_data."""
     settings: tuple[Any, ...]
     """The values of all fields of the config. Of a function or another object only the type, since it may hold a model:
     each step reads the object itself from its own call."""
@@ -185,8 +185,8 @@ class Runner:
         check_combinations(call, self._pp_size)
 
     def fits(self, call: Call) -> bool:
-        """Whether the messages of this call have the same shapes as those of earlier calls. If not, the caller makes a
-        new runner.
+        """Whether the messages of this call have the same shapes as those of earlier calls, as far as arguments and
+        models tell them. If not, the caller makes another runner.
 
         The key does not hold what adjust_tensor_shapes_fn, or a model's infer_stage_inputs_from_pipeline_inputs, will
         answer. So they are asked again. Without them the answer is yes."""
@@ -214,8 +214,8 @@ class Runner:
 
     def agree(self, call: Call, suffix: str = "") -> None:
         """Check that all ranks of the pipeline make the same call. Collective over the ranks of the pipeline, unless
-        the last check was of this very `PreparedStep`. If only some ranks come here with another one, `Agreement` finds
-        out, and raises on all ranks.
+        the last check was of these very arguments (the same dict). If only some ranks come here with others,
+        `Agreement` finds out, and raises on all ranks.
 
         Args:
             suffix: added to the name of the schedule in the comparison, such as ", in megapipe.warm_up".
@@ -244,8 +244,8 @@ class Runner:
         return self._session.channels(placement, self.plan_key.num_chunks, device, has_headers, call.config)
 
     def prepare(self, call: Call) -> list[Extension]:
-        """Called before `run`: do all that comes before the first action of a step. Collective over the ranks of the
-        pipeline in the first step, and after a step with other arguments.
+        """Called before `run`: check the call, agree with the other ranks, and build the pipeline if there is none yet.
+        Collective over the ranks of the pipeline in the first step, and after a step with other arguments.
 
         Returns:
             The extensions of this step, for `run`.
@@ -274,8 +274,8 @@ class Runner:
             extension.end()
 
     def _run_loops(self, call: Call, extensions: Sequence[Extension]) -> list[FirstStep | None]:
-        """Run the schedule's loops. In the first step of this runner, returns for each chunk the observer of it; later
-        None in its place."""
+        """Run the schedule's loops. Returns for each chunk what has observed its first step with this runner; None in
+        later steps."""
         pipeline = self._current.pipeline
         assert pipeline is not None
         contexts = []
@@ -328,17 +328,16 @@ class Runner:
     def _posted_ahead(
         self, channels: Channels | None, lookahead: Lookahead, forward_only: bool
     ) -> Mapping[Action, Sequence[Action]]:
-        """`Plan.posted_ahead` of this rank: before which action which large receives are posted. Empty if no receive is
-        posted ahead: for all transports but NCCL, without overlap_p2p_comm, and if all messages are small."""
+        """`Plan.posted_ahead` of this rank: before which action which large receives are posted. Empty if none is: for
+        all transports but NCCL, without a lookahead, if all messages are small, and if a validation is run by the plan
+        of a training step."""
         if channels is None or not channels.transport.matches_by_order or not lookahead.num_receives:
             return {}
         specs = [spec for received_and_sent in self.specs for specs in received_and_sent for spec in specs or ()]
         if all(spec.nbytes <= channels.transport.buffered_bytes for spec in specs):
             return {}
         plan = self.plan_key.plan
-        if plan.forward_only != forward_only:  # a validation does not keep to the order of a training step
-            return {}
-        return plan.posted_ahead[self.pp_rank]
+        return plan.posted_ahead[self.pp_rank] if plan.forward_only == forward_only else {}
 
     def _gradient_sync(
         self, call: Call, extensions: Sequence[Extension], stages: Sequence[Stage]

@@ -3,7 +3,7 @@ autograd.
 
 `Stage` has a method for each kind of action (F, B, BW, W, R, O, L), which runs it for one unit. `Pipeline` calls it,
 and extensions wrap it. A stage knows no other rank: it takes inputs and gradients from the unit, and puts its results
-there. It changes no value of a parameter or buffer, only gradients.
+there. It changes no values of the model; what the model itself does in its forward is another thing.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Stage:
         output_specs: the specs of the messages that the next stage expects, one for each slice; None if they are not
             known. Then each message has a header that describes all of it.
         shapes_are_found: output_specs are what this stage returned in its first step.
-        has_headers: each message has a header although output_specs are known. They fix its structure and sizes; the
-            header tells which tensors require a gradient, and what is no tensor (numbers, texts).
+        has_headers: each message has a header although output_specs are known. output_specs fix its structure and
+            sizes, the header tells which tensors require a gradient, and what is no tensor (numbers, texts).
         delays: the chunk has modules with `backward_dw` (transformer-engine), which defer weight gradients themselves.
     """
 
@@ -95,12 +95,13 @@ class Stage:
         )
 
     def F(self, unit: UnitState, *extra: bool) -> None:
-        """Forward. Takes `received`. Sets `output`, except on the last stage, and what the backward needs.
+        """Forward. Takes `received`. Sets `output`, except on the last stage, and what the backward needs. Called
+        several times for one unit if `run_overlapped` runs it in parts.
 
         Args:
             extra: the third argument of forward_step_func, if the config asks for one.
         """
-        if unit.parts is not None:  # `run_overlapped` runs this forward in several calls, each up to the next window
+        if unit.parts is not None:  # each up to the next window
             next(unit.parts, None)
             return
         self._take_input(unit)
@@ -124,7 +125,8 @@ class Stage:
     L = O
 
     def B(self, unit: UnitState) -> None:
-        """Input gradients. Takes `output_grads`. Sets `input_grads`, and `deferred` for W."""
+        """Input gradients. Takes `output_grads`. Sets `input_grads`, except on the first stage, and `deferred` for W.
+        It is a BW whose weight gradients are deferred."""
         unit.deferred = DeferredGrads()
         self.BW(unit)
 
@@ -381,7 +383,7 @@ class Stage:
         """Returns the spec of an output that differs from `output_specs`.
 
         Raises:
-            ValueError: no header will tell the next stage of the difference.
+            ValueError: no header will tell the next stage of the difference, or its sizes are others.
         """
         spec = MessageSpec(structure, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
         expected = None if self.output_specs is None else self.output_specs[unit.slice]
