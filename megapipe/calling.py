@@ -120,15 +120,17 @@ class ForwardBackward(Schedule):
                 it is divided by `num_tokens` and by `num_microbatches`, or by neither with `calculate_per_token_loss`.
                 Where sequences are cut, both are called for each slice, and losses and counts are added up.
             data_iterator: passed to `forward_step_func`; may be None where no data is read. A list holds one for each
-                chunk. A single one is copied: every chunk sees all items, and all slices of a microbatch the same.
+                chunk. A single one is shared as by itertools.tee: every chunk sees all items, and all slices of a
+                microbatch the same.
             model: the rank's chunk, or the list of its chunks, in the order of `stages_for_rank`. A chunk after the
                 first stage has a method `set_input_tensor(input)`, as in Megatron. It is called before each forward,
                 and again before a backward that recomputes. `input` is [tensor], or the list, tuple or dict that the
-                previous stage returned. Its `config` has `PipelineConfig`'s fields. It may be a wrapper's `module`.
+                previous stage returned; [None] on the first stage, if it has the method. A chunk's `config` has
+                `PipelineConfig`'s fields. A chunk may be wrapped, as by DDP: its attributes are found through `module`.
             num_microbatches: any number from 1 on. May change from step to step.
             seq_length, micro_batch_size: the tensor between stages is [seq_length, micro_batch_size, hidden_size],
-                as in Megatron. If they are not passed and the model does not compute its shapes, shapes are found in
-                the first step with these arguments.
+                as in Megatron. PipelineStages do not need them: their shapes are found. If they are not passed and the
+                model does not compute its shapes, shapes are found in the first step with these arguments.
             decoder_seq_length: used in place of `seq_length` if a rank has one chunk, as by Megatron.
             forward_only: no gradients; nothing is kept for a backward. The loss may be a plain number, and `loss_func`
                 None on the last stage: outputs are returned then.
@@ -143,7 +145,8 @@ class ForwardBackward(Schedule):
         Returns:
             On the rank of the last stage the reports, in microbatch order; on other ranks an empty list, unless
             `config.broadcast_reports` is set. The reports of the slices of a microbatch become one: tensors and numbers
-            are added up, of anything else the last is taken. Outputs in their place are a list, one for each slice.
+            are added up, of anything else the last is taken. Where outputs are returned, those of a microbatch are a
+            list, one for each slice.
 
         Raises:
             ValueError, TypeError: arguments are wrong, or ranks disagree on them. Raised before anything is computed.
@@ -159,7 +162,7 @@ class ForwardBackward(Schedule):
 
 
 def _unknown(name: str) -> TypeError:
-    meant = difflib.get_close_matches(name, StepOptions.__annotations__ | {"num_microbatches": int}, 1)
+    meant = difflib.get_close_matches(name, inspect.signature(ForwardBackward.__call__).parameters, 1)
     guess = f" (do you mean {meant[0]!r}?)" if meant else ""
     return TypeError(f"a schedule takes no argument {name!r}{guess}.")
 

@@ -75,7 +75,8 @@ def _says_what_to_recompute(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy's or torch's as Python's. A list becomes a tuple, whose items cannot be set unchecked."""
+    """A whole number of NumPy's or torch's, or NumPy's float64, as Python's. A list becomes a tuple, whose items cannot
+    be set unchecked."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value)) if type(value) in (list, tuple) else value
     if isinstance(value, float):
@@ -179,9 +180,10 @@ class PipelineConfig:
     variable_seq_lengths: bool = setting(False, BOOL, """Microbatches differ in shape: a header with its shapes precedes
         each message.""")
     p2p_lookahead: int | None = setting(None, whole(0), """Receives that each channel keeps posted ahead, on CPU and
-        with p2p_transport="host". None: 2, and while a rank waits more of them, up to 1 MiB on each channel. Over NCCL,
-        where a receive that waits occupies the device, None and 0 post each when it is needed. With 1 those of messages
-        above 0.5 MiB times `p2p_max_ctas`, or 2 MiB, are posted one action early, where no rank waits for ever.""")
+        with p2p_transport="host". None: 2, and before a rank's first wait in a step more, up to 1 MiB on each channel.
+        Over NCCL, where a receive that waits occupies the device, None and 0 post each when it is needed. With 1 those
+        of messages above 0.5 MiB times `p2p_max_ctas` (2 MiB at most) are posted one action early, where no rank can
+        then wait for ever.""")
     p2p_transport: str | None = setting(None, TRANSPORT, """How messages travel between GPUs. "nccl", or "host": by way
         of host memory and gloo, where GPUs cannot reach each other, or several ranks share one. None: "host" where two
         ranks of the pipeline are on one GPU, otherwise "nccl".""")
@@ -193,22 +195,23 @@ class PipelineConfig:
 
     # Schedules
     num_sequence_slices: int = setting(1, whole(1), """How many slices each sequence is cut into, by schedules that can
-        ("seq" is in their names). `forward_step_func` is then called for each slice, and layers read the current
-        slice from `megapipe.slices`. Losses of slices are added up: divide the loss of a slice by the number of
+        (those with "seq" in their names). `forward_step_func` is then called for each slice, and layers read the
+        current slice from `megapipe.slices`. Losses of slices are added up: divide the loss of a slice by the number of
         positions of the whole sequence, or return 3-tuples.""")
     sequence_slice_lengths: Sequence[int] | None = setting(None, LENGTHS, """The length of each slice. They add up to
         seq_length. None: as equal as possible.""")
     microbatch_group_size_per_vp_stage: int | None = setting(None, whole(1), """Microbatches that interleaved schedules
-        run through a chunk before they turn to the next: at least the number of pipeline ranks (of slices: ranks /
-        slices). More hide slow messages, and take more activation memory. None: the smallest number that works, or the
-        largest that `max_in_flight` allows.""")
-    max_in_flight: float | None = setting(None, number("a finite number of microbatches, and no bytes"), """The most
+        run through a chunk before they turn to the next: at least the number of pipeline ranks (with slices: ranks /
+        slices, rounded up). More hide slow messages, and take more activation memory. None: the smallest number that
+        works, or the largest that `max_in_flight` allows.""")
+    max_in_flight: float | None = setting(None, number("a number of microbatches (not bytes)"), """The most
         that a rank may hold, from F to W: 1.0 is the activations of one microbatch in all chunks of a rank, so one
-        chunk of v counts 1/v. More let some schedules (1f1b, zb1p, zb2p, the interleaved ones) start further ahead and
-        wait less. None: what the schedule needs.""")
-    min_pending_weights: int = setting(0, whole(0), """At least this many Ws of a rank stay pending until its last B.
-        They are computed in the overlap windows of Fs and Bs (`megapipe.overlap`), while communication is under way.
-        Each holds the activations of a chunk. Some schedules keep Ws pending without it.""")
+        chunk of v counts 1/v. More let some schedules (1f1b, zb1p, zb2p, the interleaved and combined ones) start
+        further ahead and wait less. None: what the schedule needs.""")
+    min_pending_weights: int = setting(0, whole(0), """This many Ws of a rank are held back until its last B, so that
+        there are some to compute. They are computed in the overlap windows of Fs and Bs (`megapipe.overlap`), while
+        communication is under way. Each holds the activations of a chunk. Some schedules keep Ws pending without
+        it.""")
     max_pending_weights: int | None = setting(None, whole(0), """At most this many Ws of a rank are pending after a B.
         Fewer hold fewer activations, and may cost time: with 0 each W follows its B at once. None: what the schedule
         needs, or 1 with `recompute` or `offload_activations`.""")
@@ -230,8 +233,8 @@ class PipelineConfig:
     # Loss, gradients and weights
     broadcast_reports: bool = setting(False, BOOL, """Every rank of the pipeline gets the reports of the loss function,
         not only that of the last stage.""")
-    calculate_per_token_loss: bool = setting(False, BOOL, """With 3-tuple loss functions, do not divide the loss by
-        tokens; hand their number to `finalize_model_grads_func`.""")
+    calculate_per_token_loss: bool = setting(False, BOOL, """With 3-tuple loss functions, divide the loss neither by
+        tokens nor by microbatches; hand the number of tokens to `finalize_model_grads_func`.""")
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = setting(None, FUNCTION, """Called with the loss of
         each microbatch, a tensor without dimensions; its result is differentiated.""")
     grad_sync_func: Any = setting(None, FUNCTIONS, """Called with a chunk's parameters as soon as its gradients are
@@ -240,7 +243,7 @@ class PipelineConfig:
         with the list of chunks and the number of tokens, a float64 tensor without dimensions (None without
         `calculate_per_token_loss`).""")
     post_validated_optimizer: Any = setting(None, OPTIMIZER, """The megapipe.PostValidatedOptimizer that trains the
-        model: schedules validate its last step before their first backward, and checkpoints wait for it.""")
+        model: schedules check its last step before their first backward, and checkpoints wait for it.""")
 
     # Forward
     enable_autocast: bool = setting(False, BOOL, "Run forwards under torch.autocast.")
@@ -277,7 +280,8 @@ class PipelineConfig:
         )
 
     def recompute_of(self, stage: int) -> str | int:
-        """What `recompute` says of a stage. A plan that recomputes without it does so as a whole."""
+        """What is recomputed of a stage where a plan has R for it: what `recompute` says, or "all" where it says
+        nothing."""
         says = self.recompute[stage] if _is_per_stage(self.recompute) else self.recompute
         assert says is None or isinstance(says, (str, int))
         return says or "all"
@@ -309,8 +313,8 @@ class StepConfig(PipelineConfig):
     sequence_parallel: bool = setting(False, BOOL, "Tensor-parallel ranks divide the sequence length of that tensor.")
     tensor_model_parallel_size: int = setting(1, whole(1), "Tensor-parallel ranks.")
     context_parallel_size: int = setting(1, whole(1), "Context-parallel ranks, which divide that sequence length too.")
-    overlap_p2p_comm: bool = setting(True, BOOL, """Whether receives are posted before they are needed. False has the
-        effect of `p2p_lookahead=0`.""")
+    overlap_p2p_comm: bool = setting(True, BOOL, """Whether receives may be posted before they are needed, as
+        `p2p_lookahead` says. False has the effect of `p2p_lookahead=0`.""")
     no_sync_func: Any = setting(None, FUNCTIONS, """Returns a context without data-parallel gradient synchronisation; or
         a list, one per chunk.""")
     param_sync_func: Any = setting(None, FUNCTIONS, """Called with a chunk's parameters before it is first used in a

@@ -5,7 +5,8 @@ recorder. To add one, write the function, decorate it, draw its picture in tests
 note to docs/generate.py.
 
 Comments name a phase as the papers' figures do: n(F B) is a loop that runs F and B n times, mF runs F for all m
-microbatches, F1 is the F of chunk 1, and F0B1 is an overlapped pair.
+microbatches, F1 is the F of chunk 1 (in plans and errors 2F1 is that of microbatch 1 on stage 2), F0B1 is an overlapped
+pair. As in the papers, B is the whole backward, BW, where no W follows.
 
 No schedule needs torch until a step runs.
 """
@@ -62,7 +63,8 @@ def B(pipe: Verbs, chunk: int = 0) -> None:
 def W(pipe: Verbs, chunk: int | None = None) -> None:
     """Run the oldest pending W of `chunk`, or of the rank if `chunk` is None.
 
-    With `min_pending_weights` > 0, that many Ws stay pending until the rank's last B; until then `chunk` is ignored."""
+    With `min_pending_weights` > 0, that many Ws are held back until the rank's last B; until then `chunk` is
+    ignored."""
     least = pipe.settings.min_pending_weights
     if least and any(map(pipe.num_backwards_left, range(pipe.num_chunks))):
         if pipe.num_pending_weights() > least:
@@ -79,8 +81,8 @@ def limit_pending_weights(pipe: Verbs) -> None:
 
 
 def finish_weights(pipe: Verbs, chunk: int) -> None:
-    """Called before a BW: run the pending Ws of this chunk, so that gradients are accumulated in the order of the
-    microbatches."""
+    """Called before a BW where Ws may be pending: run those of this chunk, so that gradients are accumulated in the
+    order of the microbatches."""
     while pipe.num_pending_weights(chunk):
         pipe.backward_weight_step(chunk)
 
@@ -150,7 +152,7 @@ def forward_backward_pipelining_without_interleaving(pipe: Verbs) -> Any:
     for _ in range(num_warmup):
         F(pipe)
 
-    # Steady state: n(F B). At most pp_size - pp_rank microbatches are in flight.
+    # Steady state: n(F B). At most pp_size - pp_rank microbatches are in flight, or more if `max_in_flight` allows.
     for _ in range(pipe.num_microbatches - num_warmup):
         F(pipe)
         BW(pipe)
@@ -174,7 +176,7 @@ def forward_backward_seq1f1b(pipe: Verbs) -> Any:
     for _ in range(num_warmup):
         F(pipe)
 
-    # Steady state: n(F B). At most pp_size - pp_rank + num_slices - 1 slices are in flight.
+    # Steady state: n(F B). At most pp_size - pp_rank + num_slices - 1 slices are in flight, or more as above.
     for _ in range(pipe.num_units - num_warmup):
         F(pipe)
         BW(pipe)
@@ -292,11 +294,13 @@ def _one_chunk(pipe: Verbs, num_extra: int) -> Any:
 def forward_backward_interleaved_zb1p(pipe: Verbs) -> Any:
     """Interleaved 1F1B with its Ws deferred. With one chunk it is ZB-H1.
 
-    The warmup has two forwards for each later rank. If `max_in_flight` does not allow that, it has one: then as many
-    microbatches are in flight as there are ranks, and the step is shorter than ZB-V's if messages are fast.
+    The warmup has two more forwards for each later rank, as interleaved 1F1B's. If `max_in_flight` does not allow that,
+    it has one more: then about as many microbatches are in flight as there are ranks, and the step is shorter than
+    ZB-V's if messages are fast.
     """
     forwards, backwards, num_warmup = interleaved_order(pipe)
-    limit, num_in_flight = pipe.settings.max_in_flight, num_warmup + 2 * pipe.pp_rank + 1  # on the first rank
+    # The first rank has two more warmup forwards for each rank before this one, and one F before its first B.
+    limit, num_in_flight = pipe.settings.max_in_flight, num_warmup + 2 * pipe.pp_rank + 1
     if limit is not None and min(num_in_flight, len(forwards)) > limit * pipe.num_chunks + 1e-9:
         forwards, backwards, num_warmup = interleaved_order(pipe, num_per_rank=1)
     # One W per rank before this one: work for the time in which those ranks do their last Bs.
@@ -384,12 +388,12 @@ def _repeated_block(pipe: Verbs, hops: tuple[int, int, int, int], turns: tuple[i
     """Run the same block of six actions on each rank, and start it again for the next microbatch every six ticks.
 
     The block is F0 and F1 down and up the V, B1 and B0 down and up again, and two Ws in the ticks between. A microbatch
-    holds memory from its F to its B, so slower hops mean more of it.
+    holds memory from its F to its W, so slower hops mean more of it.
 
     Args:
         hops: ticks from one rank to the next, for each of F0, F1, B1, B0.
-        turns: ticks from F0 to F1, from F1 to B1 and from B1 to B0, on the rank where the V turns. They are chosen so
-            that no two of the four start on the same tick.
+        turns: ticks from F0 to F1, from F1 to B1 and from B1 to B0, on the last rank (F0 to F1, B1 to B0) and on the
+            first (F1 to B1). They are chosen so that no two of the four start on the same tick.
     """
     size, rank = pipe.pp_size, pipe.pp_rank
     down, up = rank, size - 1 - rank
@@ -441,9 +445,8 @@ def combined_order(pipe: Verbs) -> tuple[list[int], list[tuple[int, int]], list[
     """Returns the chunks of the warmup, of the pairs and of the cooldown.
 
     The order is that of `interleaved_order`, with one more forward in the warmup: both messages of a pair leave only
-    when it ends."""
-    forwards, backwards, num_warmup = interleaved_order(pipe)
-    num_warmup = min(num_warmup + 1, len(forwards))
+    when it ends, unless it runs in segments."""
+    forwards, backwards, num_warmup = interleaved_order(pipe, num_more=1)
     num_pairs = len(forwards) - num_warmup
     return forwards[:num_warmup], list(zip(forwards[num_warmup:], backwards)), backwards[num_pairs:]
 
@@ -561,34 +564,42 @@ def forward_backward_dualpipev(pipe: Verbs) -> Any:
 # The order of interleaved schedules, and how far a schedule starts ahead
 
 
-def interleaved_order(pipe: Verbs, num_per_rank: int = 2) -> tuple[list[int], list[int], int]:
+def interleaved_order(pipe: Verbs, num_per_rank: int = 2, num_more: int = 0) -> tuple[list[int], list[int], int]:
     """The order of an interleaved schedule, as in Megatron-LM (get_schedule_table, get_pp_rank_microbatches). It counts
     in units: slices if sequences are cut, else microbatches.
 
     Args:
         num_per_rank: warmup forwards for each rank after this one.
+        num_more: warmup forwards besides, on each rank.
 
     Returns:
         The chunk of each forward, the chunk of each backward, and the number of warmup forwards.
     """
-    groups = [size * pipe.num_slices for size in _interleaved_groups(pipe)]
+    num_per_rank = min(num_per_rank, pipe.num_chunks)
+    groups = [
+        size * pipe.num_slices for size in _interleaved_groups(pipe, num_per_rank * (pipe.pp_size - 1) + num_more)
+    ]
     # Each group of microbatches goes through one chunk after the other; backwards in the opposite order.
     forwards = [chunk for group in groups for chunk in range(pipe.num_chunks) for _ in range(group)]
     backwards = [pipe.num_chunks - 1 - chunk for chunk in forwards]
-    # The first group has to reach the last chunk. Two more forwards for each rank after this one fill the time in which
-    # the first backward comes back through these ranks. That backward is of the last slice of the first microbatch, so
+    # The first group has to reach the last chunk. Further forwards for each rank after this one fill the time in which
+    # the
+    # first backward comes back through these ranks. That backward is of the last slice of the first microbatch, so
     # the other slices are warmup too.
     num_later_ranks = pipe.pp_size - pipe.pp_rank - 1
-    num_warmup = (pipe.num_chunks - 1) * groups[0] + min(pipe.num_chunks, num_per_rank) * num_later_ranks
+    num_warmup = (pipe.num_chunks - 1) * groups[0] + num_per_rank * num_later_ranks + num_more
     return forwards, backwards, min(num_warmup + pipe.num_slices - 1, len(forwards))
 
 
-def _interleaved_groups(pipe: Verbs) -> list[int]:
+def _interleaved_groups(pipe: Verbs, num_ahead: int) -> list[int]:
     """Sizes of the groups of microbatches that go through a chunk together.
 
-    If the group size is set, all groups but the last have it, as in Megatron. If it is not, groups are the smallest
-    that work (ranks / slices, rounded up), or the largest that `max_in_flight` allows, since larger groups hide slow
-    messages.
+    If the group size is set, groups have it, as in Megatron; `_groups` says what becomes of the rest. If it is not,
+    they are the smallest that work (ranks / slices, rounded up), or the largest that `max_in_flight` allows, since
+    larger groups hide slow messages. If it allows none, there is one group of all.
+
+    Args:
+        num_ahead: the first rank's warmup forwards that are of no group of its own: for the ranks after it, and more.
 
     Raises:
         ValueError: the group size that is set is smaller than the smallest that works.
@@ -605,9 +616,9 @@ def _interleaved_groups(pipe: Verbs) -> list[int]:
         )
     if group_size is not None or pipe.settings.max_in_flight is None or num_chunks == 1:
         return _groups(pipe.num_microbatches, group_size or smallest, smallest)
-    # In flight on the first rank are its warmup and one more: (v - 1) groups + 2 (p - 1) + n chunks.
+    # In flight on the first rank are its warmup and one more unit: (v - 1) * group * n + num_ahead + n, with n slices.
     most = int(pipe.settings.max_in_flight * num_chunks * num_slices + 1e-9)
-    largest = max(smallest, (most - 2 * (size - 1) - num_slices) // ((num_chunks - 1) * num_slices))
+    largest = max(smallest, (most - num_ahead - num_slices) // ((num_chunks - 1) * num_slices))
     choices = (_groups(pipe.num_microbatches, group_size, smallest) for group_size in range(largest, smallest - 1, -1))
     return next((groups for groups in choices if groups[0] <= largest), [pipe.num_microbatches])
 
@@ -633,10 +644,10 @@ def extra_units(pipe: Verbs, default_in_flight: int) -> int:
     the first microbatch's other slices (`num_slices - 1`) are not counted, since they are in flight in any case.
 
     Args:
-        default_in_flight: how many units may be in flight in all if `max_in_flight` is not set.
+        default_in_flight: how many units may be in flight, these left out, if `max_in_flight` is not set.
 
-    More than 2 p - 1 units on p ranks do not help: the first microbatch is back by then. There may also be fewer units.
+    More than 2 p - 1 units on p ranks do not help: the first microbatch is back by then. Never more than a step has.
     """
     limit, num_before = pipe.settings.max_in_flight, pipe.num_slices - 1
-    most = default_in_flight if limit is None else int(limit * pipe.num_slices) - num_before
+    most = default_in_flight if limit is None else int(limit * pipe.num_slices + 1e-9) - num_before
     return max(0, min(most, 2 * pipe.pp_size - 1, pipe.num_units - num_before) - pipe.pp_size)

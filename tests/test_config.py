@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapipe import PipelineConfig
+from megapipe import PipelineConfig, get_forward_backward_func
 from megapipe.config import StepConfig, common_config
 
 OF_MEGATRON = "read where the config is another object, such as Megatron's?"
@@ -50,7 +50,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("timeout", None, "config.timeout must be more than 0 and at most 1e9 seconds (30 years), got None."),
     ("timeout", -5.0, "at most 1e9 seconds (30 years), got -5.0."),
     ("timeout", 1e16, "at most 1e9 seconds (30 years), got 1e+16."),
-    ("max_in_flight", "80GB", "must be a finite number of microbatches, and no bytes, or None, got '80GB'."),
+    ("max_in_flight", "80GB", "must be a number of microbatches (not bytes), or None, got '80GB'."),
     ("offload_activations", 0, "config.offload_activations must be more than 0, or None, got 0."),
     ("recompute", "al", 'must be "all", a number of layers, a sequence with one of these for each stage, or None, got'),
     ("recompute", ["all", -1], "got ['all', -1]."),
@@ -97,3 +97,10 @@ def test_chunks_of_a_rank_have_one_config() -> None:
     assert common_config([None]) is None
     with pytest.raises(ValueError, match=r"max_in_flight is 3 for one of this rank's chunks and 2 for the first"):
         common_config([first, PipelineConfig(max_in_flight=3)])
+
+
+def test_an_argument_that_a_schedule_does_not_take() -> None:
+    with pytest.raises(
+        TypeError, match=r"no argument 'collect_nonloss_data' \(do you mean 'collect_non_loss_data'\?\)"
+    ):
+        get_forward_backward_func("1f1b")(print, None, None, 1, collect_nonloss_data=True)  # type: ignore

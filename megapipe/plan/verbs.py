@@ -81,15 +81,16 @@ class Settings:
         microbatch_group_size: how many microbatches interleaved schedules run through a chunk before they turn to the
             next; None for the smallest that works (ranks / slices), or the largest that `max_in_flight` allows.
         max_in_flight: the most that any rank may have in flight, from F to W: 1.0 is one microbatch in all chunks of a
-            rank, so one chunk of v counts 1/v. None for what the schedule needs. Some schedules use more to gain speed;
-            the others are refused if they need more.
-        min_pending_weights: at least this many Ws of a rank stay pending until its last B: work for overlap windows.
+            rank, so one chunk of v counts 1/v. None for what the schedule needs. A schedule that needs more is refused;
+            some use a larger limit for more warmup forwards.
+        min_pending_weights: this many Ws of a rank are held back until its last Bs, so that overlap windows have work.
+            Less where `max_pending_weights` is less.
         max_pending_weights: at most this many Ws of a rank are pending after a B; fewer hold less memory. None for what
             the schedule needs, or 1 if anything is recomputed or offloaded, since recomputed or reloaded activations
             stay in memory until W.
         recompute: whether the activations of a chunk are computed again before its backward; or for each stage.
         offload: the time to copy to host memory what an F saves, divided by the time of that F. Activations are moved
-            there if that makes the step no longer (`offload_activations`). None to move nothing.
+            there if the step does not get longer (`offload_activations`). None to move nothing.
     """
 
     microbatch_group_size: int | None = None
@@ -124,10 +125,11 @@ class Settings:
 class Verbs(ABC):
     """The object that a schedule is called with: its rank's part of the pipeline.
 
-    Every verb handles the chunk's next unit, in order, so none takes a microbatch number. A unit is a microbatch, or a
-    slice of one if sequences are cut. Forwards take the slices of a microbatch first to last, backwards last to first,
-    since later slices attend to earlier ones. A verb that has nothing to do returns at once: the first stage receives
-    no input, and with `forward_only` nothing goes backward.
+    Every verb handles the chunk's next unit, in order, so none takes a microbatch number (`run` may, for R, O and L). A
+    unit is a microbatch, or a slice of one if sequences are cut. Forwards take the slices of a microbatch first to
+    last, backwards last to first, since later slices attend to earlier ones. A verb that has nothing to do on this rank
+    returns at once: the first stage receives no input, and with `forward_only` nothing goes backward. One call too many
+    raises ScheduleError.
     """
 
     def __init__(

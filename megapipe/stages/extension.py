@@ -1,9 +1,9 @@
 """The hooks by which an option of the config takes part in a step.
 
 In each step a new instance is made of the extension of each option that is set, whose module is imported, or whose kind
-of action is in the plan (`config.OPTIONS`). Its methods are called when the step begins. They get a function of the
-step and return that function or a wrapper of it: so a method that is not overridden costs a step nothing, and the core
-knows no option by name.
+of action is in the plan (`config.OPTIONS`). Most of its methods are called when the step begins, with something of the
+step (a function, the monitor), and return it or a wrapper of it: so a method that is not overridden costs a step
+nothing, and the core knows no option by name.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Extension:
 
     def action(self, kind: Kind, stage: Stage, run: ActionFunction) -> ActionFunction:
         """Called for each stage and kind of action. Returns `run`, or a wrapper of it. The wrapper is called when the
-        message of the action is there. The F of an overlapped pair is called once for each of its parts, with
-        `unit.parts` None behind the last one."""
+        message of the action is there. The F of an overlapped pair is called once for each of its parts; after
+        the last one `unit.parts` is None."""
         return run
 
     def gradient_sync(self, make: Callable[..., Any]) -> Callable[..., Any]:

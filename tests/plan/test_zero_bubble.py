@@ -132,6 +132,16 @@ def test_interleaved_zb1p_holds_no_more_than_zbv_where_it_must(p: int, num_chunk
             assert plan.simulate(**costs).makespan <= 1.001 * make_plan("zbv", p, m).simulate(**costs).makespan
 
 
+def test_a_limit_that_some_groups_keep_to_is_not_refused() -> None:
+    """Groups were chosen for two warmup forwards per rank, also where zb1p took one. The one more of combined schedules
+    was not counted. So groups that were too large were taken, and refused."""
+    cases = (("interleaved_zb1p", 4, 9, 4.5), ("combined_1f1b", 2, 8, 3.0), ("combined_zb1p", 2, 8, 3.0))
+    for name, p, m, limit in cases:
+        plan = make_plan(name, p, m, settings=Settings(max_in_flight=limit))
+        plan.check()
+        assert max(plan.simulate().peak_activations) <= limit
+
+
 def test_a_limit_that_cannot_be_kept_is_refused() -> None:
     with pytest.raises(
         ValueError, match="zbv has up to 4 microbatches in flight on 4 ranks, more than max_in_flight = 3"
