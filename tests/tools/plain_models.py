@@ -33,16 +33,13 @@ class ResNet(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.layer1 = nn.Sequential(Bottleneck(width, width), Bottleneck(width, width))
-        self.layer2 = nn.Sequential(Bottleneck(width, 2 * width, 2), Bottleneck(2 * width, 2 * width))
-        self.layer3 = nn.Sequential(Bottleneck(2 * width, 4 * width, 2), Bottleneck(4 * width, 4 * width))
+        self.layers = nn.Sequential(Bottleneck(width, width), Bottleneck(width, 2 * width, 2))
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(4 * width, 10)
+        self.fc = nn.Linear(2 * width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn1(self.conv1(x)))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        return self.fc(torch.flatten(self.avgpool(x), 1))
+        return self.fc(torch.flatten(self.avgpool(self.layers(x)), 1))
 
 
 def _double(before: int, width: int) -> nn.Sequential:
@@ -78,7 +75,7 @@ class Block(nn.Module):
         self.is_causal = is_causal
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
         self.cross = nn.MultiheadAttention(width, 2, batch_first=True) if is_cross else None
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3 if is_cross else 2))
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
@@ -91,7 +88,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, num_layers: int = 3, width: int = 16, is_tied: bool = False) -> None:
+    def __init__(self, num_layers: int = 2, width: int = 16, is_tied: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(31, width)
         self.positions = nn.Parameter(torch.randn(1, 16, width))
@@ -123,10 +120,10 @@ class Stack(nn.Module):
 class EncoderDecoder(nn.Module):
     """Both ends share the embedding, and all layers of the decoder read what the encoder returns, as in T5."""
 
-    def __init__(self, num_layers: int = 2, width: int = 16) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.shared = nn.Embedding(31, width)
-        self.encoder, self.decoder = Stack(num_layers, width, False), Stack(num_layers, width, True)
+        self.encoder, self.decoder = Stack(1, width, False), Stack(2, width, True)
         self.lm_head = nn.Linear(width, 31, bias=False)
 
     def forward(self, tokens: Tensor, decoder_tokens: Tensor) -> Tensor:
