@@ -31,7 +31,7 @@ from megapipe.checkpoint.random_states import find_state
 from megapipe.checkpoint.reading import Reader
 from megapipe.process_groups import all_gather_json
 
-NUM_LAYERS, NUM_MICROBATCHES = 8, 4
+NUM_LAYERS, NUM_MICROBATCHES = 4, 4
 
 
 class Run:
@@ -83,7 +83,7 @@ ARRANGEMENTS = [("1f1b", 4, None), ("zbv", 2, None), ("interleaved_1f1b", 2, 2),
 
 
 def go_on_elsewhere(rank: int, folder: Path) -> Any:
-    """Two steps under each arrangement, the rest of the ranks being replicas."""
+    """A step under each arrangement, the rest of the ranks being replicas."""
     losses: list[float] = []
     for schedule, pp_size, num_chunks in ARRANGEMENTS:
         this = Run(schedule, pp_size, folder, num_chunks, asynchronous=True)
@@ -91,7 +91,7 @@ def go_on_elsewhere(rank: int, folder: Path) -> Any:
         assert (loaded is None) == (not losses)
         if loaded is not None:
             assert loaded == (len(losses), {"consumed": 100 * len(losses)})
-        losses += this.train(len(losses), len(losses) + 2)
+        losses += this.train(len(losses), len(losses) + 1)
         this.checkpointer.save(len(losses), {"consumed": 100 * len(losses)})
         this.checkpointer.wait()
     return losses
@@ -100,7 +100,7 @@ def go_on_elsewhere(rank: int, folder: Path) -> Any:
 def uninterrupted(rank: int, folder: Path) -> Any:
     """On one rank; with its weights and optimizer state by name, read from a checkpoint."""
     this = Run("no_pipelining", 1, folder)
-    losses = this.train(0, 2 * len(ARRANGEMENTS))
+    losses = this.train(0, len(ARRANGEMENTS))
     this.checkpointer.save(len(losses))
     return losses
 

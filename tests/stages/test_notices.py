@@ -90,11 +90,10 @@ def test_a_pipeline_warns_once_and_of_the_callers_line(ranks: RankPool) -> None:
 def test_what_is_as_it_should_be_is_silent(rank: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for schedule in ("1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipev"):
-            for recompute in (False, True):
-                chunks = build(schedule, 2, 4, deferred=True, recompute=recompute)
-                run(schedule, chunks, 4)
-                run(schedule, chunks, 4, forward_only=True)
+        for schedule, recompute in (("interleaved_1f1b", True), ("zb1p", False), ("zbv", True), ("dualpipev", False)):
+            chunks = build(schedule, 2, 4, deferred=True, recompute=recompute)
+            run(schedule, chunks, 4)
+            run(schedule, chunks, 4, forward_only=True)
 
 
 @on_ranks(2)
