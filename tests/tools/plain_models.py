@@ -9,39 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Bottleneck(nn.Module):
-    """Two convolutions around a shortcut, as in torchvision's ResNets."""
-
-    def __init__(self, before: int, width: int, stride: int = 1) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, width, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = None
-        if stride != 1 or before != width:
-            self.downsample = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(x)) + shortcut)
-
-
-class ResNet(nn.Module):
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.layers = nn.Sequential(Bottleneck(width, width), Bottleneck(width, 2 * width, 2))
-        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(2 * width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        return self.fc(torch.flatten(self.avgpool(self.layers(x)), 1))
-
-
 def _double(before: int, width: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(before, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
 
@@ -143,10 +110,5 @@ def _two_texts(generator: torch.Generator) -> tuple[Any, ...]:
     return torch.randint(31, (2, 9), generator=generator), torch.randint(31, (2, 12), generator=generator)
 
 
-MODELS = {
-    "resnet": (ResNet, _images),
-    "unet": (UNet, _images),
-    "gpt": (GPT, _tokens),
-    "encoder-decoder": (EncoderDecoder, _two_texts),
-}
+MODELS = {"unet": (UNet, _images), "gpt": (GPT, _tokens), "encoder-decoder": (EncoderDecoder, _two_texts)}
 """What makes a model, and what makes a microbatch of it."""
