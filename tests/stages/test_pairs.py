@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from tools import models
-from tools.models import Stage, assert_same_gradients, assert_same_losses, build, loss_of, reference, run
+from tools.models import Stage, assert_same_gradients, build, loss_of, reference, run
 from tools.ranks import on_ranks, start_again
 from torch import Tensor, nn
 
@@ -55,24 +55,6 @@ class InSegments(Stage):
 
 
 expect = functools.lru_cache(maxsize=None)(reference)
-
-
-CASES = [("dualpipev", 2, 2), ("combined_1f1b", 1, 3), ("combined_1f1b", 2, 2), ("combined_zb1p", 2, 4)]
-
-
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_chunks"), CASES)
-@on_ranks()
-def test_equal_in_segments(rank: int, schedule: str, num_ranks: int, num_chunks: int) -> None:
-    for m in (2 * num_ranks, 4 * num_ranks):
-        chunks = build(schedule, num_ranks, NUM_LAYERS, num_chunks, InSegments, deferred=True)
-        LOG.clear()
-        reports = run(schedule, chunks, m)
-        assert LOG.count("window") == LOG.count("segment") == m * sum(len(chunk.layers) for chunk in chunks)
-        in_windows = sum(LOG[k : k + 2] == ["window", "segment"] for k in range(len(LOG)))
-        assert in_windows > m // 2  # forwards went on while backwards waited
-        expected, losses = expect(NUM_LAYERS, m)
-        assert_same_gradients(chunks, expected)
-        assert_same_losses(reports, losses, chunks)
 
 
 WINDOWS = [("zbv", 2, 2, 1), ("interleaved_zb1p", 2, 3, 1), ("combined_zb1p", 1, 1, 2)]
