@@ -44,19 +44,6 @@ def test_post_accumulate_hooks_are_called_once_per_microbatch(split: bool, plain
     torch.testing.assert_close(seen, want)
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_tensor_hooks_see_the_gradient_of_a_microbatch(split: bool) -> None:
-    """They must see it before it is added, so it is computed in B."""
-    model, plain = weight_grad.convert(Both(True)), Both(True)
-    for module in (model, plain):
-        module.layer.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
-    for _ in range(2):
-        x = torch.randn(TOKENS, IN)
-        backward(plain(x).sum(), split=False)
-        backward(model(x).sum(), split=split)
-    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)
-
-
 def test_functions_of_users_do_not_defer_what_tensor_hooks_must_see() -> None:
     a, b = (torch.ones(IN, requires_grad=True) for _ in range(2))
     a.register_hook(lambda grad: grad * 2)
