@@ -76,33 +76,6 @@ def test_what_an_optimizer_cannot_have_saved(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_learning_rates_of_each_rank_are_resumed(rank: int, tmp_path: Path) -> None:
-    """The scheduler saved by rank 0 was loaded on all ranks with rank 0's learning rates, one per group. Ranks with
-    other groups went on with wrong ones."""
-    folder = str(tmp_path)
-
-    def make() -> tuple[Any, ...]:
-        chunks = build("1f1b", 2, 4)
-        optimizer = PipelinedOptimizer(chunks, sgd, lambda name, _: {"lr": 1e-4} if "embedding" in name else {})
-        return chunks, optimizer, PipelinedLRScheduler(optimizer, lambda one: LambdaLR(one, lambda step: 0.5**step))
-
-    def train(chunks: Any, optimizer: Any, scheduler: Any) -> list[float]:
-        run("1f1b", chunks, 2)
-        optimizer.step()
-        scheduler.step()
-        return [group["lr"] for group in optimizer.param_groups]
-
-    chunks, optimizer, scheduler = make()
-    train(chunks, optimizer, scheduler)
-    Checkpointer(folder, chunks, optimizer, others={"lr": scheduler}).save(1)
-    expected = train(chunks, optimizer, scheduler)
-    chunks, optimizer, scheduler = make()
-    Checkpointer(folder, chunks, optimizer, others={"lr": scheduler}).load()
-    assert train(chunks, optimizer, scheduler) == expected == scheduler.get_last_lr()
-    assert len(expected) == 2 - rank
-
-
-@on_ranks(2)
 def test_checkpoints_while_a_step_is_not_validated(rank: int, tmp_path: Path) -> None:
     """Loading finalized the step after the weights had been read, and rolled it back over them; saving without the
     optimizer saved weights that did not stand. Either way nothing was said."""
@@ -178,8 +151,8 @@ def test_schedulers_of_other_groups_are_resumed(rank: int, tmp_path: Path) -> No
     bounds; one behind another scheduler went on with a wrong lower bound. Later steps had wrong rates, or failed."""
     folder = str(tmp_path)
     parallel_state.initialize_model_parallel(2)
-    kinds: list[tuple[Any, bool]] = [(lambda one: LambdaLR(one, Halving()), False)]
-    kinds += [(lambda one: LambdaLR(one, lambda step: 0.5**step), False), (plateau, False)]
+    kinds: list[tuple[Any, bool]] = [(lambda one: LambdaLR(one, Halving()), False), (plateau, False)]
+    kinds += [(lambda one: LambdaLR(one, lambda step: 0.5**step), is_pipelined) for is_pipelined in (False, True)]
     kinds += [(cyclic, is_pipelined) for is_pipelined in (False, True)]
     kinds += [(lambda one: SequentialLR(one, [LinearLR(one, 0.1, total_iters=2), cyclic(one)], [2]), True)]
     for number, (kind, is_pipelined) in enumerate(kinds):
@@ -215,6 +188,7 @@ def test_schedulers_of_other_groups_are_resumed(rank: int, tmp_path: Path) -> No
         optimizer, scheduler, checkpointer = make()
         checkpointer.load()
         assert train(optimizer, scheduler) == expected, number
+        assert expected[-1] == scheduler.get_last_lr()
         assert len(expected[0]) == 2 - rank
     with pytest.raises(TypeError, match="ReduceLROnPlateau steps by a metric"):
         PipelinedLRScheduler(optimizer, plateau)
