@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.tensor.debug
 from tools.against import assert_same_gradients, full, gradients
-from tools.models import BATCH, Stage, add_gradients, batches, loss_of, run
+from tools.models import BATCH, Stage, add_gradients, batches, loss_of, noting_products, run
 from tools.ranks import RankPool, on_ranks
 from tools.replicas import reduced
 from tools.scripts import run_script
@@ -32,7 +32,6 @@ from megapipe.checkpoint import Checkpointer
 from megapipe.chunks import gradient_like
 from megapipe.graph import autograd_function, capture
 from megapipe.overlap import in_segments
-from megapipe.weight_grad import DeferredGrads
 
 NUM_LAYERS, NUM_MICROBATCHES, SEQUENCE = 4, 3, 6
 
@@ -109,8 +108,8 @@ def test_gradients_and_norms(rank: int) -> None:
     on_one_rank = reference(model)
     norm = torch.nn.utils.get_total_norm(list(on_one_rank.values()))
     in_no_pipeline = reference(parallelize(Stage(StageInfo(0, 1), NUM_LAYERS), mesh["tp"]))
-    for schedule in ("interleaved_1f1b", "zbv"):
-        chunks = build(schedule, mesh, deferred=schedule == "zbv")
+    for schedule in ("interleaved_1f1b", "zbv", "dualpipev"):
+        chunks = build(schedule, mesh, deferred="1f1b" not in schedule)
         step(schedule, chunks)
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
@@ -131,8 +130,7 @@ def test_ws_run_while_its_collectives_are_under_way(rank: int) -> None:
         for chunk in chunks:
             chunk.config.weights_per_window = weights_per_window
             chunk.config.min_pending_weights = int(schedule == "zbv")
-        products: list[bool] = []
-        with mock.patch.object(DeferredGrads, "compute_next", noting(DeferredGrads.compute_next, products)):
+        with noting_products() as products:
             step(schedule, chunks)
         num_linears = NUM_MICROBATCHES * sum(2 * len(chunk.layers) for chunk in chunks)
         assert (sum(products) >= num_linears // 2) == bool(weights_per_window)
@@ -154,14 +152,6 @@ def test_a_loss_that_is_shared_out(rank: int) -> None:
     assert_gradients(chunks, gradients(model))
     if any(chunk.info.is_last for chunk in chunks):
         torch.testing.assert_close([full(loss["loss"]) for loss in losses], whole_losses, rtol=0, atol=1e-6)
-
-
-def noting(function: Any, results: list[Any]) -> Any:
-    def call(*args: Any) -> Any:
-        results.append(function(*args))
-        return results[-1]
-
-    return call
 
 
 @on_ranks(4)
@@ -334,10 +324,9 @@ def check_captured(
         chunk.zero_grad()
         chunk.config.weights_per_window = weights_per_window
         chunk.config.min_pending_weights = 1
-    products: list[bool] = []
     in_pairs = schedule in ("dualpipev", "combined_zb1p") and weights_per_window > 0
     with (
-        mock.patch.object(DeferredGrads, "compute_next", noting(DeferredGrads.compute_next, products)),
+        noting_products() as products,
         mock.patch.object(autograd_function, "multiplex", side_effect=autograd_function.multiplex) as multiplexed,
     ):
         captured_step(schedule, chunks, in_segments if in_pairs else torch.nn.Module.__call__)
