@@ -195,42 +195,39 @@ def renumber(chunk: nn.Module, name: str) -> str:
     return re.sub(r"\d+", lambda match: str(chunk.first + int(match[0])), name)
 
 
-def local_numbers(rank: int, folder: Path) -> list[str]:
+@on_ranks(2)
+def test_what_does_not_fit_is_told_alike_on_every_rank(rank: int, tmp_path: Path) -> None:
     parallel_state.initialize_model_parallel(2)
-    Checkpointer(folder, [Local(2 * rank, 2)], global_name=renumber).save(3)
+    Checkpointer(tmp_path, [Local(2 * rank, 2)], global_name=renumber).save(3)
     whole = Local(0, 4)
     nn.init.zeros_(whole.layers[3].weight)
-    Checkpointer(folder, [whole]).load()
+    Checkpointer(tmp_path, [whole]).load()
     assert [layer.weight[0, 0] for layer in whole.layers] == [0, 1, 2, 3]
 
     def save(name: str, chunk: nn.Module) -> None:
-        Checkpointer(folder / name, [chunk]).save(1)
+        Checkpointer(tmp_path / name, [chunk]).save(1)
 
-    (empty := folder / "empty").mkdir(exist_ok=True)
+    (empty := tmp_path / "empty").mkdir(exist_ok=True)
     errors = [
         error_of(lambda: save("values", Local(2 * rank, 2))),
         error_of(lambda: save("shapes", Local(0, 2, size=3 + rank))),
         error_of(lambda: save("extra", Stateful(rank))),
-        error_of(lambda: Checkpointer(folder, whole, [torch.optim.SGD(whole.parameters()) for _ in range(2)]).save(9)),
-        error_of(lambda: Checkpointer(folder, [Local(2 * rank, 2)]).load()),
-        error_of(lambda: Checkpointer(folder, [Local(2 * rank, 4)], global_name=renumber).load()),
-        error_of(lambda: Checkpointer(folder, [Local(2 * rank, 2, size=4)], global_name=renumber).load()),
-        error_of(lambda: Checkpointer(folder, whole, torch.optim.SGD(whole.parameters(), lr=1.0)).load()),
-        error_of(lambda: Checkpointer(folder, whole, torch.optim.SGD(nn.Linear(2, 2).parameters())).save(9)),
-        error_of(lambda: Checkpointer(folder, whole, others={"scaler": torch.amp.GradScaler("cpu")}).load()),
-        error_of(lambda: Checkpointer(folder, whole).save(2)),
-        error_of(lambda: Checkpointer(folder, whole).save(4, data={"loader": object()})),
-        error_of(lambda: Checkpointer(folder / "nowhere", whole).load()),
-        error_of(lambda: Checkpointer(folder, whole).load(empty)),
+        error_of(
+            lambda: Checkpointer(tmp_path, whole, [torch.optim.SGD(whole.parameters()) for _ in range(2)]).save(9)
+        ),
+        error_of(lambda: Checkpointer(tmp_path, [Local(2 * rank, 2)]).load()),
+        error_of(lambda: Checkpointer(tmp_path, [Local(2 * rank, 4)], global_name=renumber).load()),
+        error_of(lambda: Checkpointer(tmp_path, [Local(2 * rank, 2, size=4)], global_name=renumber).load()),
+        error_of(lambda: Checkpointer(tmp_path, whole, torch.optim.SGD(whole.parameters(), lr=1.0)).load()),
+        error_of(lambda: Checkpointer(tmp_path, whole, torch.optim.SGD(nn.Linear(2, 2).parameters())).save(9)),
+        error_of(lambda: Checkpointer(tmp_path, whole, others={"scaler": torch.amp.GradScaler("cpu")}).load()),
+        error_of(lambda: Checkpointer(tmp_path, whole).save(2)),
+        error_of(lambda: Checkpointer(tmp_path, whole).save(4, data={"loader": object()})),
+        error_of(lambda: Checkpointer(tmp_path / "nowhere", whole).load()),
+        error_of(lambda: Checkpointer(tmp_path, whole).load(empty)),
     ]
-    assert Checkpointer(folder / "nowhere", whole).load(may_be_empty=True) is None
-    assert list(checkpoints_in(folder)) == [3]
-    return errors
-
-
-def test_what_does_not_fit_is_told_alike_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks.run(2, local_numbers, tmp_path)
-    assert first == second
+    assert Checkpointer(tmp_path / "nowhere", whole).load(may_be_empty=True) is None
+    assert list(checkpoints_in(tmp_path)) == [3]
     expected = [
         r"ValueError: layers.0.weight is the name of different parameters, of chunk 0 on pipeline rank 0 and of chunk "
         r"0 on pipeline rank 1: their values differ. Name parameters as in the whole model",
@@ -249,48 +246,42 @@ def test_what_does_not_fit_is_told_alike_on_every_rank(ranks: RankPool, tmp_path
         r"ValueError: .*nowhere is no folder: give a folder that was saved to",
         r"ValueError: .*empty holds no complete checkpoint",
     ]
-    assert len(first) == len(expected)
-    for pattern, error in zip(expected, first):
+    assert all_gather_json(errors) == [errors] * 2
+    for pattern, error in zip(expected, errors, strict=True):
         assert re.match(pattern, error), error
 
 
 # What must be the same on all ranks
 
 
-def differing(rank: int, folder: Path) -> list[str]:
-    """Each rank saves to folders and steps of its own, or has what only rank 0's is saved of."""
+@on_ranks(2)
+def test_what_ranks_must_have_alike_is_compared(rank: int, tmp_path: Path) -> None:
+    """Ranks that saved to disks or steps of their own were told that all was well, and nothing could be loaded. Of
+    what each rank had for itself in others, rank 0's was loaded on every rank."""
     parallel_state.initialize_model_parallel(2)
     chunk = nn.ModuleDict({str(rank): filled(float(rank))})
     average = AveragedModel(chunk)
     counting = Counting(chunk.parameters())
     counting.state["k"] = torch.tensor(rank)
-    (folder / f"disk {rank}").mkdir()
-    elsewhere = Checkpointer(folder / f"disk {rank}", chunk)
+    (tmp_path / f"disk {rank}").mkdir()
+    elsewhere = Checkpointer(tmp_path / f"disk {rank}", chunk)
     errors = [
         error_of(lambda: elsewhere.save(1)),
-        error_of(lambda: Checkpointer(folder, chunk).save(1 + rank)),
-        error_of(lambda: Checkpointer(folder, chunk).check_can_save(1 + rank)),
-        error_of(lambda: Checkpointer(folder, chunk, others={"average": average}).save(1)),
-        error_of(lambda: Checkpointer(folder, chunk, others={"mine": average} if rank else {}).save(1)),
-        error_of(lambda: Checkpointer(folder, chunk, counting).save(1)),
+        error_of(lambda: Checkpointer(tmp_path, chunk).save(1 + rank)),
+        error_of(lambda: Checkpointer(tmp_path, chunk).check_can_save(1 + rank)),
+        error_of(lambda: Checkpointer(tmp_path, chunk, others={"average": average}).save(1)),
+        error_of(lambda: Checkpointer(tmp_path, chunk, others={"mine": average} if rank else {}).save(1)),
+        error_of(lambda: Checkpointer(tmp_path, chunk, counting).save(1)),
     ]
-    assert not checkpoints_in(folder)
+    assert not checkpoints_in(tmp_path)
     # As the error says. And what schedulers say of each parameter group differs with the groups.
-    Checkpointer(folder / "average", average).save(1)
+    Checkpointer(tmp_path / "average", average).save(1)
     nn.init.zeros_(average.module[str(rank)].weight)
-    Checkpointer(folder / "average", average).load()
+    Checkpointer(tmp_path / "average", average).load()
     assert (average.module[str(rank)].weight == rank).all()
     groups = [{"params": [p], "lr": 0.1 + rank} for p in chunk.parameters()][: rank + 1]
     scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(groups), lambda step: 0.5**step)
-    Checkpointer(folder, chunk, scheduler.optimizer, others={"scheduler": scheduler}).save(1)
-    return errors
-
-
-def test_what_ranks_must_have_alike_is_compared(ranks: RankPool, tmp_path: Path) -> None:
-    """Ranks that saved to disks or steps of their own were told that all was well, and nothing could be loaded. Of
-    what each rank had for itself in others, rank 0's was loaded on every rank."""
-    first, second = ranks.run(2, differing, tmp_path)
-    assert first == second
+    Checkpointer(tmp_path, chunk, scheduler.optimizer, others={"scheduler": scheduler}).save(1)
     expected = [
         r"ValueError: .*disk 1 on .* is not the folder that rank 0 saves to, which is on another disk: give a folder "
         "that all ranks can reach",
@@ -300,8 +291,8 @@ def test_what_ranks_must_have_alike_is_compared(ranks: RankPool, tmp_path: Path)
         r"ValueError: the state of others\['mine'\] differs between rank 0 and rank 1",
         "ValueError: what optimizer 0 has besides the state of its parameters differs between rank 0 and rank 1",
     ]
-    assert len(first) == len(expected)
-    for pattern, error in zip(expected, first):
+    assert all_gather_json(errors) == [errors] * 2
+    for pattern, error in zip(expected, errors, strict=True):
         assert re.match(pattern, error), error
 
 
