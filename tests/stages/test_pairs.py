@@ -13,6 +13,7 @@ from tools import models
 from tools.models import Stage, assert_same_gradients, build, loss_of, reference, run
 from tools.ranks import on_ranks, start_again
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import megapipe
 from megapipe import TimelineRecorder
@@ -20,6 +21,7 @@ from megapipe.analysis import load_timeline
 from megapipe.overlap import run_segments
 from megapipe.p2p_communication import Sender
 from megapipe.plan import Schedule, Verbs, load_plan, loop, make_plan
+from megapipe.proving.whole import Whole
 from megapipe.schedules import B, F, W
 from megapipe.weight_grad import DeferredGrads
 
@@ -162,8 +164,23 @@ def test_what_a_pair_makes_is_sent_early(rank: int) -> None:
             assert events.count("B") == 8  # nothing is sent twice
 
 
+class ReadsAgain(InSegments):
+    """Each segment reads the input anew, and so does what is computed again in the backward."""
+
+    def segment(self, x: Tensor, layer: nn.Module) -> Tensor:
+        return layer(x if self.embedding is not None else x + self.input_tensor)
+
+    def forward_segments(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
+        x = self.input_tensor if self.embedding is None else self.embedding(tokens)
+        for layer in self.layers.values():
+            x = Window.apply(checkpoint(self.segment, x, layer, use_reentrant=False))
+            LOG.append("segment")
+            yield
+        return x if self.head is None else self.head(x)
+
+
 def pairs_with_later_weights(pipe: Verbs) -> Any:
-    """1F1B whose steady state overlaps an F with the input half of a backward; its Ws come last."""
+    """1F1B whose steady state overlaps an F with the input half of a backward of the same chunk; its Ws come last."""
     num_warmup = min(pipe.pp_size - pipe.pp_rank, pipe.num_microbatches)
     for _ in range(num_warmup):
         F(pipe)
@@ -190,11 +207,14 @@ def test_a_forward_beside_a_backward_whose_w_comes_later(rank: int, num_ranks: i
     plan.save_csv(path)
     assert load_plan(path).cells() == plan.cells()
     assert any(plan.program.pairs)
-    chunks = build("1f1b", num_ranks, NUM_LAYERS, kind=InSegments, deferred=True)
-    LOG.clear()
-    run(path, chunks, 5)
-    assert "window segment window segment" in " ".join(LOG)
-    assert_same_gradients(chunks, expect(NUM_LAYERS, 5)[0])
+    for kind in (InSegments, ReadsAgain):
+        chunks = build("1f1b", num_ranks, NUM_LAYERS, kind=kind, deferred=True)
+        stages = [kind(megapipe.StageInfo(index, num_ranks), NUM_LAYERS) for index in range(num_ranks)]
+        Whole(stages, models.forward_step).step([*models.batches(5)])
+        LOG.clear()
+        run(path, chunks, 5)
+        assert "window segment window segment" in " ".join(LOG)
+        assert_same_gradients(chunks, stages)
 
 
 def test_a_lone_backward_fills_its_windows_with_its_own_weight_gradients() -> None:

@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,9 +27,6 @@ from torch.utils.checkpoint import checkpoint
 from megapipe import NoGradientWarning, PipelineError, StageInfo
 from megapipe.config import StepConfig
 from megapipe.messages import check_sendable
-from megapipe.overlap import run_segments
-from megapipe.plan import Verbs, loop
-from megapipe.schedules import ForwardBackward
 from megapipe.stages import Call
 from megapipe.stages.stage import Stage
 from megapipe.stages.unit import UnitState
@@ -347,53 +343,6 @@ def test_a_chunk_is_recomputed_with_its_own_input(rank: int) -> None:
         run(schedule, chunks, 6)
         model, _ = reference(4, 6)
         assert_same_gradients([chunk._checkpoint_wrapped_module for chunk in chunks], model)
-
-
-class InSegments(Layer):
-    """Each segment reads the input anew, and so does what is computed again in the backward."""
-
-    def segment(self, x: Tensor) -> Tensor:
-        return ((x if self.info.is_first else x + self.input_tensor) @ self.weight).tanh()
-
-    def forward_segments(self, x: Tensor) -> Iterator[None]:
-        for _ in range(3):
-            x = Window.apply(checkpoint(self.segment, x, use_reentrant=False))
-            yield
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return run_segments(self.forward_segments(x))
-
-
-def one_chunk_overlapped(pipe: Verbs) -> Any:
-    """1F1B in which each forward of a chunk is overlapped with a backward of the same chunk."""
-    num_warmup = pipe.pp_size - pipe.pp_rank
-    for _ in range(num_warmup):
-        pipe.recv_forward()
-        pipe.forward_step()
-        pipe.send_forward()
-    for _ in range(pipe.num_microbatches - num_warmup):
-        pipe.recv_forward()
-        pipe.recv_backward()
-        pipe.forward_backward_step(0, 0)
-        pipe.send_forward()
-        pipe.send_backward()
-    for _ in range(num_warmup):
-        pipe.recv_backward()
-        pipe.backward_step()
-        pipe.send_backward()
-    return pipe.finish()
-
-
-@on_ranks(2)
-def test_a_chunk_overlapped_with_itself_has_two_inputs(rank: int) -> None:
-    use_groups()
-    mine = ForwardBackward("mine", one_chunk_overlapped, loop, 1, None, False, 1)
-    chunk, *stages = (InSegments(StageInfo(index, 2), None) for index in (rank, 0, 1))
-    reports = step(mine, chunk, inputs(6), in_parts=True)
-    losses = add_gradients(stages, inputs(6), loss_of)
-    assert rank == 0 or reports == losses
-    assert_same_gradients([chunk], stages)
 
 
 def in_place(layer: Layer, x: Any) -> Tensor:
