@@ -1,10 +1,8 @@
 """What a first step warns of: it succeeds, but perhaps trains other things than was meant."""
 
-import contextlib
 import warnings
 from typing import Any
 
-import pytest
 import torch
 from tools import against
 from tools.models import build, run, seed_cpu
@@ -12,7 +10,7 @@ from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
 
 import megapipe
-from megapipe import PipelineError, PipelineStage, StageInfo, TrainingWarning, parallel_state, stages_for_rank
+from megapipe import PipelineStage, StageInfo, TrainingWarning, parallel_state, stages_for_rank
 
 
 class Forgetful(nn.Module):
@@ -112,20 +110,11 @@ def test_gradients_that_somebody_takes_are_not_missing(rank: int) -> None:
         step("1f1b", [PipelineStage(module, info)])
 
 
-@pytest.mark.parametrize("category", [TrainingWarning, megapipe.NoGradientWarning])
 @on_ranks(2)
-def test_all_are_silenced_in_one_place(rank: int, category: type[Warning]) -> None:
+def test_all_are_silenced_in_one_place(rank: int) -> None:
     parallel_state.initialize_model_parallel(2)
     (info,) = stages_for_rank("zb1p")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", category=category)
-        chunk = PipelineStage(Forgetful(info), info)
-        if category is TrainingWarning:
-            step("zb1p", [chunk])
-        elif rank == 0:
-            with pytest.raises(megapipe.UnsplitBackwardWarning, match="zb1p splits backwards"):
-                step("zb1p", [chunk])
-        else:
-            with contextlib.suppress(PipelineError):  # the news of it, unless this rank is through
-                step("zb1p", [chunk])
+        warnings.filterwarnings("ignore", category=TrainingWarning)
+        step("zb1p", [PipelineStage(Forgetful(info), info)])
