@@ -194,45 +194,31 @@ def test_the_script_trains(ranks: RankPool) -> None:
 
 
 @on_ranks(4)
-def test_sharded_on_top(rank: int) -> None:
-    """Sums over tensor-parallel ranks were made by the thread that reduces gradients, and by the main thread's
-    backwards, in an order that differed between ranks. So they waited for each other for ever."""
-    check_sharded(use_mesh(pp=1, dp_shard=2, tp=2))
-
-
-def check_sharded(mesh: DeviceMesh) -> None:
-    num_layers = 2 * mesh["pp"].size()
-    model = Stage(StageInfo(0, 1), num_layers)
-    expected = reference(model, num_replicas=2)
-    norm = torch.nn.utils.get_total_norm(list(expected.values()))
-    chunks = build("zbv", mesh, num_layers=num_layers, deferred=True)
-    for chunk in chunks:
-        for layer in chunk.layers.values():
-            fully_shard(layer, mesh=mesh["dp_shard"])
-        fully_shard(chunk, mesh=mesh["dp_shard"])
-    step("zbv", chunks, seed=mesh["dp_shard"].get_local_rank())
-    assert_gradients(chunks, expected)
-    torch.testing.assert_close(clip_grad_norm_(chunks, 0.1).float(), norm)
-
-
-@on_ranks(4)
 def test_replicas(rank: int) -> None:
-    """GradientReducer took every DTensor for one of fully_shard's and left it alone, so that replicas drifted apart."""
-    check_replicas(use_mesh(pp=1, dp=2, tp=2))
+    """GradientReducer took every DTensor for one of fully_shard's and left it alone, so that replicas drifted apart.
+
+    Of what is sharded on top, sums over tensor-parallel ranks were made by the thread that reduces gradients, and by
+    the main thread's backwards, in an order that differed between ranks. So they waited for each other for ever."""
+    check_both(pp_size=1)
 
 
-def check_replicas(mesh: DeviceMesh) -> None:
+def check_both(rank: int = 0, pp_size: int = 2) -> None:
+    for name in ("dp", "dp_shard"):
+        check_replicas(use_mesh(pp=pp_size, **{name: 2}, tp=2), name)
+
+
+def check_replicas(mesh: DeviceMesh, name: str) -> None:
     num_layers = 2 * mesh["pp"].size()
     expected = reference(Stage(StageInfo(0, 1), num_layers), num_replicas=2)
+    norm = torch.nn.utils.get_total_norm(list(expected.values()))
     chunks = build("zbv", mesh, num_layers=num_layers, deferred=True)
-    reduced(chunks)
-    step("zbv", chunks, seed=mesh["dp"].get_local_rank())
+    if name == "dp":
+        reduced(chunks)
+    for module in (one for chunk in chunks for one in (*chunk.layers.values(), chunk) if name == "dp_shard"):
+        fully_shard(module, mesh=mesh[name])
+    step("zbv", chunks, seed=mesh[name].get_local_rank())
     assert_gradients(chunks, expected)
-
-
-def check_both(rank: int) -> None:
-    check_replicas(use_mesh(pp=2, dp=2, tp=2))
-    check_sharded(use_mesh(pp=2, dp_shard=2, tp=2))
+    torch.testing.assert_close(clip_grad_norm_(chunks, 0.1).float(), norm)
 
 
 @pytest.mark.soak
