@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from tools import against
 from tools.models import build, run, seed_cpu
-from tools.ranks import RankPool, on_ranks
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 
 import megapipe
@@ -31,37 +31,30 @@ def step(schedule: str, chunks: list[Any], **options: Any) -> None:
     against.step(schedule, chunks, [(torch.randn(2, 4), None)] * 4, lambda output, _: output.sum(), **options)
 
 
-def warned(function: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        function()
-    return [f"{one.category.__name__}: {one.message}" for one in caught]
-
-
-def texts(rank: int) -> list[list[str]]:
-    found = []
+@on_ranks(2)
+def test_unused_parameters_and_empty_ws_are_named_once(rank: int) -> None:
     for schedule in ("1f1b", "zb1p"):
         chunks = against.chunks_of(Forgetful, schedule)
         step(schedule, chunks, forward_only=True)
-        found.append(warned(lambda: (step(schedule, chunks), step(schedule, chunks))))  # noqa: B023
-    return found
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(schedule, chunks)
+            step(schedule, chunks)
+        said = [f"{one.category.__name__}: {one.message}" for one in caught]
+        if rank == 1:
+            (unused,) = said
+            assert unused.startswith("NoGradientWarning: unused.0.weight, unused.0.bias, unused.1.weight and 1 more")
+            assert "of stage 1 got no gradient in a whole step" in unused
+        else:
+            unsplit = "UnsplitBackwardWarning: zb1p splits backwards, but no layer of any stage leaves its weight"
+            assert [text.startswith(unsplit) for text in said] == [True] * (schedule == "zb1p")
 
 
-def test_unused_parameters_and_empty_ws_are_named_once(ranks: RankPool) -> None:
-    (plain, split), (plain_1, split_1) = ranks.run(2, texts)
-    assert plain == []
-    (unused,) = plain_1
-    assert unused.startswith("NoGradientWarning: unused.0.weight, unused.0.bias, unused.1.weight and 1 more")
-    assert "of stage 1 got no gradient in a whole step" in unused
-    (text,) = split
-    assert text.startswith("UnsplitBackwardWarning: zb1p splits backwards, but no layer of any stage leaves its weight")
-    assert split_1 == plain_1
-
-
-def empty_ws(rank: int) -> list[list[str]]:
-    """Of two models under one schedule: only the last rank's layers leave nothing to W, then only the first one's."""
-    found = []
-    for stages in ((1, 2), (0, 3)):
+@on_ranks(2)
+def test_a_pipeline_warns_once_and_of_the_callers_line(rank: int) -> None:
+    """zbv on 4 ranks printed eight warnings, one for each stage, and each pointed at a line of megapipe's own; then
+    four, one for each rank. What only the last rank has is said by the first, and what only the first has."""
+    for stages, named in (((1, 2), "1 or 2"), ((0, 3), "0 or 3")):
         chunks = against.chunks_of(Forgetful, "zbv")
         for chunk in chunks:
             if chunk.info.index not in stages:
@@ -70,18 +63,8 @@ def empty_ws(rank: int) -> list[list[str]]:
             warnings.simplefilter("always")
             step("zbv", chunks)
         assert all(one.filename == against.__file__ for one in caught)
-        found.append([str(one.message) for one in caught if one.category is megapipe.UnsplitBackwardWarning])
-    return found
-
-
-def test_a_pipeline_warns_once_and_of_the_callers_line(ranks: RankPool) -> None:
-    """zbv on 4 ranks printed eight warnings, one for each stage, and each pointed at a line of megapipe's own; then
-    four, one for each rank. What only the last rank has is said by the first."""
-    first, last = ranks.run(2, empty_ws)
-    assert ["no layer of stage 1 or 2 leaves" in text for text in first[0]] == [True]
-    assert last[0] == []
-    assert ["no layer of stage 0 or 3 leaves" in text for text in first[1]] == [True]
-    assert last[1] == []
+        said = [str(one.message) for one in caught if one.category is megapipe.UnsplitBackwardWarning]
+        assert [f"no layer of stage {named} leaves" in text for text in said] == [True] * (rank == 0)
 
 
 @on_ranks(2)
