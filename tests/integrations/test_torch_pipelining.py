@@ -374,27 +374,15 @@ def test_our_schedules_by_name(rank: int, tmp_path: Path) -> None:
         get_schedule_class("interleved1f1b")
 
 
-class Blocks(nn.Module):
-    """Two layers, each of which `fully_shard` is called for."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(10 * index + one) for one in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
 def sharded(mesh: Any, reshard_after_forward: bool | None) -> Callable[[int], nn.Module]:
+    """`fully_shard` is called for both linear layers of a stage, and for the stage."""
     from torch.distributed.fsdp import fully_shard
 
     def make(index: int) -> nn.Module:
-        blocks = Blocks(index)
-        for layer in [*blocks.layers, blocks]:
-            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshard_after_forward)
-        return blocks
+        layer = Layer(index)
+        for module in (layer.inner, layer.outer, layer):
+            fully_shard(module, mesh=mesh["dp"], reshard_after_forward=reshard_after_forward)
+        return layer
 
     return make
 
@@ -408,7 +396,7 @@ def gradients_of_sharded(cls: Any, reshard_after_forward: bool | None, mesh: Any
             module.zero_grad()
         pipe.step(schedule, x, y)
     found = [None if one is None else one.full_tensor() for one in pipe.gradients()]
-    return found, gradients_of_one_process(pipe, 4, x, y, Blocks)
+    return found, gradients_of_one_process(pipe, 4, x, y)
 
 
 @on_ranks(4)
