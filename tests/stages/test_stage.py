@@ -244,12 +244,6 @@ def test_stages_before_one_that_detaches_get_zeros(rank: int) -> None:
                 assert torch.equal(chunk.weight.grad, torch.zeros(SIZE, SIZE) if want is None else want)
 
 
-def a_stage(device: str, module: nn.Module, **config: Any) -> Stage:
-    step = forward_step, [None], [module], 1, StepConfig(**config), torch.device(device), torch.zeros(())
-    arguments = Call(*step, [structure_of(module)])
-    return Stage(StageInfo(1, 3), 0, arguments, None)
-
-
 class Delayed(Layer):
     """As transformer-engine's modules, which fail in W where there was no B. Detaches its input."""
 
@@ -404,7 +398,9 @@ def test_an_input_gradient_is_not_what_a_hook_keeps() -> None:
     unit = UnitState(0)
     unit.inputs, unit.edges = [leaf], [torch.autograd.graph.get_gradient_edge(leaf * 2)]
     unit.output_grads = [torch.ones(2)]
-    a_stage("cpu", nn.Identity()).BW(unit)
+    module = nn.Identity()
+    step = forward_step, [None], [module], 1, StepConfig(), torch.device("cpu"), torch.zeros(())
+    Stage(StageInfo(1, 3), 0, Call(*step, [structure_of(module)]), None).BW(unit)
     kept[0].zero_()
     assert unit.input_grads is not None
     (grad,) = unit.input_grads.tensors
