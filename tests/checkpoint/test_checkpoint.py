@@ -31,7 +31,7 @@ from megapipe.checkpoint.random_states import find_state
 from megapipe.checkpoint.reading import Reader
 from megapipe.process_groups import all_gather_json
 
-NUM_LAYERS, NUM_MICROBATCHES = 8, 4
+NUM_LAYERS, NUM_MICROBATCHES = 4, 4
 
 
 class Run:
@@ -83,7 +83,7 @@ ARRANGEMENTS = [("1f1b", 4, None), ("zbv", 2, None), ("interleaved_1f1b", 2, 2),
 
 
 def go_on_elsewhere(rank: int, folder: Path) -> Any:
-    """Two steps under each arrangement, the rest of the ranks being replicas."""
+    """A step under each arrangement, the rest of the ranks being replicas."""
     losses: list[float] = []
     for schedule, pp_size, num_chunks in ARRANGEMENTS:
         this = Run(schedule, pp_size, folder, num_chunks, asynchronous=True)
@@ -91,7 +91,7 @@ def go_on_elsewhere(rank: int, folder: Path) -> Any:
         assert (loaded is None) == (not losses)
         if loaded is not None:
             assert loaded == (len(losses), {"consumed": 100 * len(losses)})
-        losses += this.train(len(losses), len(losses) + 2)
+        losses += this.train(len(losses), len(losses) + 1)
         this.checkpointer.save(len(losses), {"consumed": 100 * len(losses)})
         this.checkpointer.wait()
     return losses
@@ -100,7 +100,7 @@ def go_on_elsewhere(rank: int, folder: Path) -> Any:
 def uninterrupted(rank: int, folder: Path) -> Any:
     """On one rank; with its weights and optimizer state by name, read from a checkpoint."""
     this = Run("no_pipelining", 1, folder)
-    losses = this.train(0, 2 * len(ARRANGEMENTS))
+    losses = this.train(0, len(ARRANGEMENTS))
     this.checkpointer.save(len(losses))
     return losses
 
@@ -136,7 +136,8 @@ def as_embedding(chunk: nn.Module, name: str) -> str:
     return "embedding.weight" if name == "head.weight" else name
 
 
-def tied(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_tied_parameters_are_saved_once(rank: int, tmp_path: Path) -> None:
     """Saved by one process, where it is one tensor, or by two ranks, where it is two, under one name or two."""
     for number, (global_name, pp_sizes) in enumerate(
         [(None, (1, 2)), (None, (2, 1)), (as_embedding, (1, 2)), (as_embedding, (2, 1))]
@@ -147,7 +148,7 @@ def tied(rank: int, folder: Path) -> None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
             chunk = Tied(StageInfo(pp_rank, pp_size))
             optimizer = torch.optim.AdamW(chunk.parameters())
-            checkpointer = Checkpointer(folder / str(number), chunk, optimizer, global_name=global_name)
+            checkpointer = Checkpointer(tmp_path / str(number), chunk, optimizer, global_name=global_name)
             ends = [layer.weight for layer in (chunk.embedding, chunk.head) if layer is not None]
             if pp_size == pp_sizes[0]:
                 for weight in ends[:1]:
@@ -156,7 +157,7 @@ def tied(rank: int, folder: Path) -> None:
                 optimizer.step()
                 checkpointer.save(1)
                 saved = ends[0].detach().clone()
-                keys = Reader(next(iter(checkpoints_in(folder / str(number)).values()))).contents
+                keys = Reader(next(iter(checkpoints_in(tmp_path / str(number)).values()))).contents
                 names = [key for key in keys if key in ("model.embedding.weight", "model.head.weight")]
                 assert len(names) == (2 if global_name is None and pp_size == 2 else 1)
             else:
@@ -165,10 +166,6 @@ def tied(rank: int, folder: Path) -> None:
                     assert torch.equal(weight, saved)
                     assert optimizer.state[weight]["step"] == 1
                     assert torch.equal(optimizer.state[weight]["exp_avg"], torch.full_like(weight, 0.1))
-
-
-def test_tied_parameters_are_saved_once(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, tied, tmp_path)
 
 
 class Local(nn.Module):
@@ -198,58 +195,44 @@ def renumber(chunk: nn.Module, name: str) -> str:
     return re.sub(r"\d+", lambda match: str(chunk.first + int(match[0])), name)
 
 
-def save_twice(rank: int, folder: Path) -> None:
-    """Two parameters of one name were noticed in the first save only, in which they may still be equal."""
-    chunk = nn.ModuleDict({"norm": filled(1.0)})
-    checkpointer = Checkpointer(folder, [chunk])
-    checkpointer.save(1)
-    nn.init.constant_(chunk["norm"].weight, float(rank))
-    checkpointer.save(2)
-
-
-def local_numbers(rank: int, folder: Path) -> list[str]:
+@on_ranks(2)
+def test_what_does_not_fit_is_told_alike_on_every_rank(rank: int, tmp_path: Path) -> None:
     parallel_state.initialize_model_parallel(2)
-    Checkpointer(folder, [Local(2 * rank, 2)], global_name=renumber).save(3)
+    Checkpointer(tmp_path, [Local(2 * rank, 2)], global_name=renumber).save(3)
     whole = Local(0, 4)
     nn.init.zeros_(whole.layers[3].weight)
-    Checkpointer(folder, [whole]).load()
+    Checkpointer(tmp_path, [whole]).load()
     assert [layer.weight[0, 0] for layer in whole.layers] == [0, 1, 2, 3]
 
     def save(name: str, chunk: nn.Module) -> None:
-        Checkpointer(folder / name, [chunk]).save(1)
+        Checkpointer(tmp_path / name, [chunk]).save(1)
 
-    (empty := folder / "empty").mkdir(exist_ok=True)
+    (empty := tmp_path / "empty").mkdir(exist_ok=True)
     errors = [
         error_of(lambda: save("values", Local(2 * rank, 2))),
         error_of(lambda: save("shapes", Local(0, 2, size=3 + rank))),
         error_of(lambda: save("extra", Stateful(rank))),
-        error_of(lambda: save_twice(rank, folder / "twice")),
-        error_of(lambda: Checkpointer(folder, whole, [torch.optim.SGD(whole.parameters()) for _ in range(2)]).save(9)),
-        error_of(lambda: Checkpointer(folder, [Local(2 * rank, 2)]).load()),
-        error_of(lambda: Checkpointer(folder, [Local(2 * rank, 4)], global_name=renumber).load()),
-        error_of(lambda: Checkpointer(folder, [Local(2 * rank, 2, size=4)], global_name=renumber).load()),
-        error_of(lambda: Checkpointer(folder, whole, torch.optim.SGD(whole.parameters(), lr=1.0)).load()),
-        error_of(lambda: Checkpointer(folder, whole, torch.optim.SGD(nn.Linear(2, 2).parameters())).save(9)),
-        error_of(lambda: Checkpointer(folder, whole, others={"scaler": torch.amp.GradScaler("cpu")}).load()),
-        error_of(lambda: Checkpointer(folder, whole).save(2)),
-        error_of(lambda: Checkpointer(folder, whole).save(4, data={"loader": object()})),
-        error_of(lambda: Checkpointer(folder / "nowhere", whole).load()),
-        error_of(lambda: Checkpointer(folder, whole).load(empty)),
+        error_of(
+            lambda: Checkpointer(tmp_path, whole, [torch.optim.SGD(whole.parameters()) for _ in range(2)]).save(9)
+        ),
+        error_of(lambda: Checkpointer(tmp_path, [Local(2 * rank, 2)]).load()),
+        error_of(lambda: Checkpointer(tmp_path, [Local(2 * rank, 4)], global_name=renumber).load()),
+        error_of(lambda: Checkpointer(tmp_path, [Local(2 * rank, 2, size=4)], global_name=renumber).load()),
+        error_of(lambda: Checkpointer(tmp_path, whole, torch.optim.SGD(whole.parameters(), lr=1.0)).load()),
+        error_of(lambda: Checkpointer(tmp_path, whole, torch.optim.SGD(nn.Linear(2, 2).parameters())).save(9)),
+        error_of(lambda: Checkpointer(tmp_path, whole, others={"scaler": torch.amp.GradScaler("cpu")}).load()),
+        error_of(lambda: Checkpointer(tmp_path, whole).save(2)),
+        error_of(lambda: Checkpointer(tmp_path, whole).save(4, data={"loader": object()})),
+        error_of(lambda: Checkpointer(tmp_path / "nowhere", whole).load()),
+        error_of(lambda: Checkpointer(tmp_path, whole).load(empty)),
     ]
-    assert Checkpointer(folder / "nowhere", whole).load(may_be_empty=True) is None
-    assert list(checkpoints_in(folder)) == [3]
-    return errors
-
-
-def test_what_does_not_fit_is_told_alike_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks.run(2, local_numbers, tmp_path)
-    assert first == second
+    assert Checkpointer(tmp_path / "nowhere", whole).load(may_be_empty=True) is None
+    assert list(checkpoints_in(tmp_path)) == [3]
     expected = [
         r"ValueError: layers.0.weight is the name of different parameters, of chunk 0 on pipeline rank 0 and of chunk "
         r"0 on pipeline rank 1: their values differ. Name parameters as in the whole model",
         r"ValueError: layers.0.weight is the name .*: their shapes differ",
         r"ValueError: _extra_state is the name .*: their values differ",
-        r"ValueError: norm.weight is the name .*: their values differ",
         r"ValueError: optimizers 0 and 1 train the same parameter, of shape \[3, 3\], .* give each a Checkpointer",
         r"ValueError: the checkpoint .*step_00000003 has 4 entries that no rank's chunks have, such as "
         r"model.layers.2.bias: it is of another model, or the chunks count their layers from 0 and need global_name",
@@ -263,48 +246,42 @@ def test_what_does_not_fit_is_told_alike_on_every_rank(ranks: RankPool, tmp_path
         r"ValueError: .*nowhere is no folder: give a folder that was saved to",
         r"ValueError: .*empty holds no complete checkpoint",
     ]
-    assert len(first) == len(expected)
-    for pattern, error in zip(expected, first):
+    assert all_gather_json(errors) == [errors] * 2
+    for pattern, error in zip(expected, errors, strict=True):
         assert re.match(pattern, error), error
 
 
 # What must be the same on all ranks
 
 
-def differing(rank: int, folder: Path) -> list[str]:
-    """Each rank saves to folders and steps of its own, or has what only rank 0's is saved of."""
+@on_ranks(2)
+def test_what_ranks_must_have_alike_is_compared(rank: int, tmp_path: Path) -> None:
+    """Ranks that saved to disks or steps of their own were told that all was well, and nothing could be loaded. Of
+    what each rank had for itself in others, rank 0's was loaded on every rank."""
     parallel_state.initialize_model_parallel(2)
     chunk = nn.ModuleDict({str(rank): filled(float(rank))})
     average = AveragedModel(chunk)
     counting = Counting(chunk.parameters())
     counting.state["k"] = torch.tensor(rank)
-    (folder / f"disk {rank}").mkdir()
-    elsewhere = Checkpointer(folder / f"disk {rank}", chunk)
+    (tmp_path / f"disk {rank}").mkdir()
+    elsewhere = Checkpointer(tmp_path / f"disk {rank}", chunk)
     errors = [
         error_of(lambda: elsewhere.save(1)),
-        error_of(lambda: Checkpointer(folder, chunk).save(1 + rank)),
-        error_of(lambda: Checkpointer(folder, chunk).check_can_save(1 + rank)),
-        error_of(lambda: Checkpointer(folder, chunk, others={"average": average}).save(1)),
-        error_of(lambda: Checkpointer(folder, chunk, others={"mine": average} if rank else {}).save(1)),
-        error_of(lambda: Checkpointer(folder, chunk, counting).save(1)),
+        error_of(lambda: Checkpointer(tmp_path, chunk).save(1 + rank)),
+        error_of(lambda: Checkpointer(tmp_path, chunk).check_can_save(1 + rank)),
+        error_of(lambda: Checkpointer(tmp_path, chunk, others={"average": average}).save(1)),
+        error_of(lambda: Checkpointer(tmp_path, chunk, others={"mine": average} if rank else {}).save(1)),
+        error_of(lambda: Checkpointer(tmp_path, chunk, counting).save(1)),
     ]
-    assert not checkpoints_in(folder)
+    assert not checkpoints_in(tmp_path)
     # As the error says. And what schedulers say of each parameter group differs with the groups.
-    Checkpointer(folder / "average", average).save(1)
+    Checkpointer(tmp_path / "average", average).save(1)
     nn.init.zeros_(average.module[str(rank)].weight)
-    Checkpointer(folder / "average", average).load()
+    Checkpointer(tmp_path / "average", average).load()
     assert (average.module[str(rank)].weight == rank).all()
     groups = [{"params": [p], "lr": 0.1 + rank} for p in chunk.parameters()][: rank + 1]
     scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(groups), lambda step: 0.5**step)
-    Checkpointer(folder, chunk, scheduler.optimizer, others={"scheduler": scheduler}).save(1)
-    return errors
-
-
-def test_what_ranks_must_have_alike_is_compared(ranks: RankPool, tmp_path: Path) -> None:
-    """Ranks that saved to disks or steps of their own were told that all was well, and nothing could be loaded. Of
-    what each rank had for itself in others, rank 0's was loaded on every rank."""
-    first, second = ranks.run(2, differing, tmp_path)
-    assert first == second
+    Checkpointer(tmp_path, chunk, scheduler.optimizer, others={"scheduler": scheduler}).save(1)
     expected = [
         r"ValueError: .*disk 1 on .* is not the folder that rank 0 saves to, which is on another disk: give a folder "
         "that all ranks can reach",
@@ -314,8 +291,8 @@ def test_what_ranks_must_have_alike_is_compared(ranks: RankPool, tmp_path: Path)
         r"ValueError: the state of others\['mine'\] differs between rank 0 and rank 1",
         "ValueError: what optimizer 0 has besides the state of its parameters differs between rank 0 and rank 1",
     ]
-    assert len(first) == len(expected)
-    for pattern, error in zip(expected, first):
+    assert all_gather_json(errors) == [errors] * 2
+    for pattern, error in zip(expected, errors, strict=True):
         assert re.match(pattern, error), error
 
 
@@ -470,15 +447,18 @@ def test_random_states(ranks: RankPool, tmp_path: Path) -> None:
     assert len({tuple(one) for one in drawn}) == 3
 
 
-def draws_of_places(rank: int, folder: Path) -> None:
-    """Saved by pp=2 x tp=2, and gone on with in other arrangements of the four ranks."""
+@pytest.mark.filterwarnings("ignore:.*random states do not fit")
+@on_ranks(4)
+def test_ranks_of_one_place_draw_the_same(rank: int, tmp_path: Path) -> None:
+    """States were found again by the number of the rank, or seeded by it. So where a run went on with another tp, the
+    ranks of a tensor-parallel group dropped out different elements of what they share."""
     layer = filled(0.0)
 
     def use(**shape: int) -> Checkpointer:
         parallel_state.destroy_model_parallel()
         mesh = dist.init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
         parallel_state.initialize_from_mesh(mesh)
-        return Checkpointer(folder, layer, torch.optim.SGD(layer.parameters()))
+        return Checkpointer(tmp_path, layer, torch.optim.SGD(layer.parameters()))
 
     def drawn() -> dict[str, list[list[float]]]:
         """What ranks draw next, by their stage and replica."""
@@ -509,13 +489,6 @@ def draws_of_places(rank: int, folder: Path) -> None:
         assert len(numbers) == len({tuple(one) for all_of in numbers.values() for one in all_of}) == num_places, shape
 
 
-@pytest.mark.filterwarnings("ignore:.*random states do not fit")
-def test_ranks_of_one_place_draw_the_same(ranks: RankPool, tmp_path: Path) -> None:
-    """States were found again by the number of the rank, or seeded by it. So where a run went on with another tp, the
-    ranks of a tensor-parallel group dropped out different elements of what they share."""
-    ranks.run(4, draws_of_places, tmp_path)
-
-
 def test_whose_state_a_rank_goes_on_with() -> None:
     saved = [[0, 0], [1, 0], [0, 0], [1, 0]]
     assert [find_state(rank, saved, saved) for rank in range(4)] == [0, 1, 2, 3]
@@ -539,7 +512,8 @@ def test_no_gpu_is_taken_for_random_states(tmp_path: Path, monkeypatch: pytest.M
 # Shards
 
 
-def shards(rank: int, folder: Path) -> None:
+@on_ranks(4)
+def test_fsdp_shards(rank: int, tmp_path: Path) -> None:
     """2 stages x 2 shards to 4 replicas of the whole model and back: every rank reads its shards only."""
 
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -556,10 +530,10 @@ def shards(rank: int, folder: Path) -> None:
         return chunk, optimizer
 
     chunk, optimizer = make(2, True, 0.5)
-    Checkpointer(folder, chunk, optimizer).save(1)
+    Checkpointer(tmp_path, chunk, optimizer).save(1)
     expected, expected_optimizer = make(1, False, 0.5)
     whole, whole_optimizer = make(1, False, 0.25)
-    checkpointer = Checkpointer(folder, whole, whole_optimizer)
+    checkpointer = Checkpointer(tmp_path, whole, whole_optimizer)
     checkpointer.load()
     for parameter, wanted in zip(whole.parameters(), expected.parameters(), strict=True):
         assert torch.equal(parameter, wanted)
@@ -568,17 +542,13 @@ def shards(rank: int, folder: Path) -> None:
     assert whole_optimizer.param_groups[0]["lr"] == 0.5
     checkpointer.save(2)
     again, again_optimizer = make(2, True, 0.25)
-    Checkpointer(folder, again, again_optimizer).load()
+    Checkpointer(tmp_path, again, again_optimizer).load()
     for parameter, wanted in zip(again.parameters(), chunk.parameters(), strict=True):
         assert torch.equal(parameter.to_local(), wanted.to_local())
         for key, value in optimizer.state[wanted].items():
             found = again_optimizer.state[parameter][key]
             assert type(found) is type(value)
             assert torch.equal(*(t.to_local() if key != "step" else t for t in (found, value)))
-
-
-def test_fsdp_shards(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(4, shards, tmp_path)
 
 
 class TwoArguments(Exception):  # noqa: N818
@@ -611,7 +581,8 @@ def test_errors_that_cannot_be_sent(rank: int, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_names_that_are_new_are_compared(rank: int, tmp_path: Path) -> None:
-    """Only the first save looked for one name of different parameters: of those added later one was lost."""
+    """Only the first save looked for one name of different parameters: of those added later, and of those that were
+    still equal then, one was lost."""
     parallel_state.initialize_model_parallel(2)
     chunk = nn.ModuleDict({str(rank): filled(1.0)})
     checkpointer = Checkpointer(tmp_path, chunk)
@@ -619,13 +590,18 @@ def test_names_that_are_new_are_compared(rank: int, tmp_path: Path) -> None:
     chunk["new"] = filled(float(rank))
     with pytest.raises(ValueError, match=r"new\.weight is the name of different parameters"):
         checkpointer.save(2)
+    chunk["new"] = filled(1.0)
+    checkpointer.save(2)
+    nn.init.constant_(chunk["new"].weight, float(rank))
+    with pytest.raises(ValueError, match=r"new\.weight is the name of different parameters"):
+        checkpointer.save(3)
     del chunk["new"]
     if rank == 1:
         chunk["new"] = filled(1.0)
-    checkpointer.save(2)
+    checkpointer.save(3)
     chunk["0"] = filled(1.0 + rank)  # a name that rank 0 has had from the first
     with pytest.raises(ValueError, match=r"0\.weight is the name of different parameters"):
-        checkpointer.save(3)
+        checkpointer.save(4)
 
 
 @on_ranks(2)

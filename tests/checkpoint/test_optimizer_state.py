@@ -9,14 +9,14 @@ import pytest
 import torch
 from tools.models import build, run
 from tools.optimizers import same, sgd, weights_of
-from tools.ranks import on_ranks
+from tools.ranks import RankPool, on_ranks
 from tools.restarts import validated
 from tools.saving import Counting, filled
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
 
 from megapipe import PipelinedLRScheduler, PipelinedOptimizer, PostValidatedOptimizer, parallel_state
-from megapipe.checkpoint import Checkpointer
+from megapipe.checkpoint import Checkpointer, load_optimizer, save_optimizer
 from megapipe.checkpoint.fingerprints import fingerprint
 
 
@@ -73,33 +73,6 @@ def test_what_an_optimizer_cannot_have_saved(tmp_path: Path) -> None:
         optimizer.state[key] = {"k": torch.tensor(0)}
         with pytest.raises(ValueError, match=message):
             Checkpointer(tmp_path, layer, optimizer).save(1)
-
-
-@on_ranks(2)
-def test_learning_rates_of_each_rank_are_resumed(rank: int, tmp_path: Path) -> None:
-    """The scheduler saved by rank 0 was loaded on all ranks with rank 0's learning rates, one per group. Ranks with
-    other groups went on with wrong ones."""
-    folder = str(tmp_path)
-
-    def make() -> tuple[Any, ...]:
-        chunks = build("1f1b", 2, 4)
-        optimizer = PipelinedOptimizer(chunks, sgd, lambda name, _: {"lr": 1e-4} if "embedding" in name else {})
-        return chunks, optimizer, PipelinedLRScheduler(optimizer, lambda one: LambdaLR(one, lambda step: 0.5**step))
-
-    def train(chunks: Any, optimizer: Any, scheduler: Any) -> list[float]:
-        run("1f1b", chunks, 2)
-        optimizer.step()
-        scheduler.step()
-        return [group["lr"] for group in optimizer.param_groups]
-
-    chunks, optimizer, scheduler = make()
-    train(chunks, optimizer, scheduler)
-    Checkpointer(folder, chunks, optimizer, others={"lr": scheduler}).save(1)
-    expected = train(chunks, optimizer, scheduler)
-    chunks, optimizer, scheduler = make()
-    Checkpointer(folder, chunks, optimizer, others={"lr": scheduler}).load()
-    assert train(chunks, optimizer, scheduler) == expected == scheduler.get_last_lr()
-    assert len(expected) == 2 - rank
 
 
 @on_ranks(2)
@@ -178,8 +151,8 @@ def test_schedulers_of_other_groups_are_resumed(rank: int, tmp_path: Path) -> No
     bounds; one behind another scheduler went on with a wrong lower bound. Later steps had wrong rates, or failed."""
     folder = str(tmp_path)
     parallel_state.initialize_model_parallel(2)
-    kinds: list[tuple[Any, bool]] = [(lambda one: LambdaLR(one, Halving()), False)]
-    kinds += [(lambda one: LambdaLR(one, lambda step: 0.5**step), False), (plateau, False)]
+    kinds: list[tuple[Any, bool]] = [(lambda one: LambdaLR(one, Halving()), False), (plateau, False)]
+    kinds += [(lambda one: LambdaLR(one, lambda step: 0.5**step), is_pipelined) for is_pipelined in (False, True)]
     kinds += [(cyclic, is_pipelined) for is_pipelined in (False, True)]
     kinds += [(lambda one: SequentialLR(one, [LinearLR(one, 0.1, total_iters=2), cyclic(one)], [2]), True)]
     for number, (kind, is_pipelined) in enumerate(kinds):
@@ -215,6 +188,7 @@ def test_schedulers_of_other_groups_are_resumed(rank: int, tmp_path: Path) -> No
         optimizer, scheduler, checkpointer = make()
         checkpointer.load()
         assert train(optimizer, scheduler) == expected, number
+        assert expected[-1] == scheduler.get_last_lr()
         assert len(expected[0]) == 2 - rank
     with pytest.raises(TypeError, match="ReduceLROnPlateau steps by a metric"):
         PipelinedLRScheduler(optimizer, plateau)
@@ -231,3 +205,75 @@ def test_factored_state_of_parameters_in_parts(tmp_path: Path) -> None:
     parts = lambda name, _, tensor: [(f"{name}.{n}", part) for n, part in enumerate(tensor)]  # noqa: E731
     with pytest.raises(ValueError, match=r"row_var of weight .* \[2, 4, 1\].*cannot be saved in parts"):
         Checkpointer(tmp_path, experts, optimizer, parts=parts).save(1)
+
+
+# An optimizer saved without the model, into a folder that may be written again
+
+
+def trained(layer: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for _ in range(steps):
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        scheduler.step()
+    return optimizer, scheduler
+
+
+def test_a_folder_is_written_again_and_weights_stay(tmp_path: Path) -> None:
+    """A run's folder refuses a step that it has: trainers that save into checkpoint-4 again could not."""
+    layer, other = filled(1.0), filled(2.0)
+    for steps in (1, 3):
+        optimizer, scheduler = trained(layer, steps)
+        save_optimizer(tmp_path / "a" / "optimizer.new", layer, optimizer, {"lr": scheduler})
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["optimizer.new"]
+    loaded, lr = trained(other, 0)
+    before = torch.get_rng_state()
+    load_optimizer(tmp_path / "a" / "optimizer.new", other, loaded, {"lr": lr})
+    assert torch.equal(before, torch.get_rng_state())
+    assert fingerprint(loaded.state_dict()) == fingerprint(optimizer.state_dict())
+    assert lr.state_dict()["last_epoch"] == 3
+    assert torch.equal(other.weight, filled(2.0).weight)
+
+
+def test_what_is_no_such_folder_is_refused(tmp_path: Path) -> None:
+    optimizer, _ = trained(layer := filled(1.0), 1)
+    with pytest.raises(ValueError, match="is no folder"):
+        load_optimizer(tmp_path / "nothing", layer, optimizer)
+    save_optimizer(tmp_path / "one", layer, optimizer)
+    with pytest.raises(ValueError, match="has no state of"):
+        load_optimizer(tmp_path / "one", layer, optimizer, {"lr": trained(layer, 0)[1]})
+
+
+def chunk_of(rank: int, size: int) -> nn.ModuleDict:
+    """Layers of four, with the whole model's names."""
+    per_rank = 4 // size
+    return nn.ModuleDict({str(n): filled(float(n)) for n in range(rank * per_rank, (rank + 1) * per_rank)})
+
+
+def save_by_ranks(rank: int, folder: Path) -> None:
+    parallel_state.initialize_model_parallel(2)
+    chunk = chunk_of(rank, 2)
+    save_optimizer(folder, chunk, trained(chunk, 2)[0])
+
+
+def test_one_process_goes_on_from_two(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, save_by_ranks, tmp_path / "optimizer")
+    whole = chunk_of(0, 1)
+    wanted, (loaded, _) = trained(chunk_of(0, 1), 2)[0], trained(whole, 0)
+    load_optimizer(tmp_path / "optimizer", whole, loaded)
+    for index, state in wanted.state_dict()["state"].items():
+        assert fingerprint(loaded.state_dict()["state"][index]) == fingerprint(state)
+
+
+@on_ranks(2)
+def test_an_error_is_raised_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    parallel_state.initialize_model_parallel(2)
+    chunk = chunk_of(rank, 2)
+    optimizer, _ = trained(chunk, 1)
+    if rank == 1:
+        optimizer.state["own"] = object()  # which no checkpoint can hold
+    with pytest.raises((TypeError, ValueError)):
+        save_optimizer(tmp_path / "optimizer", chunk, optimizer)
+    assert not (tmp_path / "optimizer").exists()

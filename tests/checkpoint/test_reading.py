@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tools.ranks import RankPool, on_ranks
+from tools.ranks import on_ranks
 from tools.saving import error_of, filled
 from torch import Tensor, nn
 
@@ -193,12 +193,15 @@ def trained(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def refused_loads(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_refused_load_has_overwritten_nothing(rank: int, tmp_path: Path) -> None:
+    """A load that was refused had written all tensors but the damaged one; ranks whose own were right had written
+    theirs where another rank's were missing. Who caught the error trained on with a mixture."""
     parallel_state.initialize_model_parallel(1)
     model, optimizer = trained(1.0)
-    Checkpointer(folder, model, optimizer).save(1)
+    Checkpointer(tmp_path, model, optimizer).save(1)
     saved = optimizer.state_dict()
-    (path,) = checkpoints_in(folder).values()
+    (path,) = checkpoints_in(tmp_path).values()
     model, optimizer = trained(2.0)
     before, packed = state_of(model), optimizer.state_dict()
     expected = {key: [value.clone() for value in state.values()] for key, state in packed["state"].items()}
@@ -212,10 +215,10 @@ def refused_loads(rank: int, folder: Path) -> None:
             assert all(torch.equal(one, other) for one, other in zip(state.values(), expected[key]))
 
     strange: Any = model if rank == 0 else nn.ModuleDict({**model, "4": filled(2.0)})
-    refused(lambda: Checkpointer(folder, strange).load(), "has no model.4")
+    refused(lambda: Checkpointer(tmp_path, strange).load(), "has no model.4")
     wider: Any = model if rank == 0 else nn.ModuleDict({**model, "3": nn.Linear(3, 3)})
-    refused(lambda: Checkpointer(folder, wider).load(), r"model.3.weight has shape \[4, 4\]")
-    refused(lambda: Checkpointer(folder, nn.ModuleDict(list(model.items())[:3])).load(), "has 2 entries that no rank")
+    refused(lambda: Checkpointer(tmp_path, wider).load(), r"model.3.weight has shape \[4, 4\]")
+    refused(lambda: Checkpointer(tmp_path, nn.ModuleDict(list(model.items())[:3])).load(), "has 2 entries that no rank")
     moments = next(iter(saved["state"].values()))["exp_avg"]  # alike of all four weights
     files = {file: file.read_bytes() for file in path.glob("*.distcp")}
     file = next(file for file, data in files.items() if moments.numpy().tobytes() in data)
@@ -224,13 +227,7 @@ def refused_loads(rank: int, folder: Path) -> None:
     if rank == 0:
         file.write_bytes(files[file][:at] + b"?" + files[file][at + 1 :])
     dist.barrier()
-    refused(lambda: Checkpointer(folder, model, optimizer).load(), "cannot be read")
-
-
-def test_a_refused_load_has_overwritten_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    """A load that was refused had written all tensors but the damaged one; ranks whose own were right had written
-    theirs where another rank's were missing. Who caught the error trained on with a mixture."""
-    ranks.run(2, refused_loads, tmp_path)
+    refused(lambda: Checkpointer(tmp_path, model, optimizer).load(), "cannot be read")
 
 
 def test_numbers_of_another_kind_are_refused(tmp_path: Path) -> None:

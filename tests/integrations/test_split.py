@@ -35,6 +35,13 @@ def step(batches: Any, chunk: nn.Module) -> Any:
     return chunk(*next(batches)), lambda output: (loss_of(output), loss_of(output).detach())
 
 
+def run(schedule: str, chunks: list[Any], batches: list[Any], **options: Any) -> list[Tensor]:
+    train = megapipe.get_forward_backward_func(schedule)
+    data = {"data_iterator": iter(batches), "num_microbatches": len(batches)}
+    losses: list[Tensor] = train(forward_step_func=step, model=chunks, **data, **options)
+    return losses
+
+
 def make(name: str) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
     make_model, make_batch = plain_models.MODELS[name]
     torch.manual_seed(0)
@@ -45,72 +52,50 @@ def make(name: str) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
 def check(
     model: nn.Module, batches: list[tuple[Any, ...]], schedule: str, tied: tuple[str, ...] = (), **options: Any
 ) -> Any:
-    """Losses, gradients, buffers and names, against the model itself, in training and then in evaluation."""
+    """Losses, gradients and names, against the model itself, in training and then in evaluation."""
     chunks = split(model, batches[0], schedule, **options)
     got = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters(remove_duplicate=False)]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    train = megapipe.get_forward_backward_func(schedule)
-
-    def copies() -> list[Any]:
-        return [tuple(one.clone() if torch.is_tensor(one) else one for one in batch) for batch in batches]
-
-    def run(**options: Any) -> list[Tensor]:
-        torch.manual_seed(3)
-        found: list[Tensor] = train(
-            forward_step_func=step, data_iterator=iter(copies()), model=chunks, num_microbatches=len(batches), **options
-        )
-        return found
-
-    losses = run()
+    torch.manual_seed(3)
+    losses = run(schedule, chunks, batches)
     gradients = {name: parameter.grad for name, parameter in got}
-    after = {name: b.clone() for chunk in chunks for name, b in chunk.named_buffers()}
-    for name, buffer in model.named_buffers():
-        buffer.data.copy_(buffers[name])
     model.zero_grad()
     torch.manual_seed(3)
-    expected, wanted = Whole([model], step).step(copies()), against.gradients(model)
+    expected, wanted = Whole([model], step).step(batches), against.gradients(model)
     assert losses == (expected if losses else [])
     for name, gradient in gradients.items():
         against.assert_close(gradient, wanted[name], 1e-5 if name in tied else 0.0, name)
-    own = {name.rpartition(".")[0] for name in gradients}
-    for name, buffer in model.named_buffers():
-        if name.rpartition(".")[0] in own and name in after:
-            assert torch.equal(after[name], buffer), name
     for one in (model, *chunks):
         one.eval()
     torch.backends.mha.set_fastpath_enabled(False)  # which rounds otherwise, and which torch.export does not take
-    losses = run(forward_only=True)
+    torch.manual_seed(3)
+    losses = run(schedule, chunks, batches, forward_only=True)
     torch.manual_seed(3)
     assert losses == (Whole([model], step).step(batches, forward_only=True) if losses else [])
     return chunks
 
 
-@pytest.mark.parametrize("name", plain_models.MODELS)
-@on_ranks(2)
-def test_gradients_are_those_of_the_whole_module(rank: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "schedule", "num_chunks"),
+    [(1, "encoder-decoder", "no_pipelining", 4), (2, "unet", "zbv", None), (2, "gpt", "interleaved_1f1b", 4)],
+)
+@on_ranks()
+def test_gradients_are_those_of_the_whole_module(
+    rank: int, num_ranks: int, name: str, schedule: str, num_chunks: int | None
+) -> None:
     use_groups()
     model, batches = make(name)
-    chunks = check(model, batches, "zbv", tied=("shared.weight", "head.weight"))
+    chunks = check(model, batches, schedule, tied=("shared.weight",), num_chunks=num_chunks)
     assert all(any(True for _ in chunk.parameters()) for chunk in chunks)
-    names = {name for chunk in chunks for name in chunk.state_dict()}
-    assert names <= model.state_dict().keys()
+    assert {name for chunk in chunks for name in chunk.state_dict()} <= model.state_dict().keys()
 
 
-@on_ranks(2)
-def test_eight_stages(rank: int) -> None:
-    use_groups()
-    check(*make("gpt"), "interleaved_1f1b", num_chunks=4)
-
-
-@on_ranks(2)
-def test_points_and_tied_weights(rank: int) -> None:
-    use_groups()
+def test_points_and_tied_weights() -> None:
     _, batches = make("gpt")
     model = plain_models.GPT(is_tied=True)
-    chunks = check(model, batches, "1f1b", tied=("tokens.weight", "head.weight"), points=["blocks.1"])
+    first, last = check(model, batches, "zbv", tied=("tokens.weight", "head.weight"), points=["blocks.1"])
     wanted = [name for name in model.state_dict() if name.startswith(("tokens", "positions", "blocks.0"))]
-    assert ({*wanted} == {*chunks[0].state_dict()}) == (rank == 0)
-    assert ("head.weight" in chunks[0].state_dict()) == (rank == 1)
+    assert {*wanted} == {*first.state_dict()}
+    assert "head.weight" in last.state_dict()
 
 
 @on_ranks(2)
@@ -145,8 +130,8 @@ def test_channels_that_lie_last(rank: int) -> None:
     model, as in torchvision's ConvNeXt. Each message was copied before it was sent, too."""
     use_groups()
     torch.manual_seed(0)
-    model = nn.Sequential(*(ConvNeXtBlock() for _ in range(4)))
-    check(model, [(torch.randn(2, D, 16, 16),) for _ in range(4)], "1f1b", points=["2"])
+    model = nn.Sequential(ConvNeXtBlock(), ConvNeXtBlock())
+    check(model, [(torch.randn(2, D, 16, 16),) for _ in range(4)], "1f1b", points=["1"])
 
 
 class Block(nn.Module):
@@ -161,18 +146,15 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Four blocks, `made` by a row, around which `run` is the forward."""
+    """Three blocks, around which `run` is the forward."""
 
-    def __init__(self, run: Callable[..., Tensor], make: Callable[[Net], None] | None = None) -> None:
+    def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Block() for _ in range(4)])
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
         self.head = nn.Linear(D, D)
         self.emb = nn.Embedding(16, D)
         self.register_buffer("mean", torch.zeros(D))
         self.run = run
-        self.cache: Any = None
-        if make is not None:
-            make(self)
 
     def forward(self, *arguments: Any) -> Tensor:
         return self.run(self, *arguments)
@@ -188,44 +170,20 @@ def reads_a_weight_again(net: Net, tokens: Tensor) -> Tensor:
     return F.linear(through(net, net.emb(tokens)), net.emb.weight)
 
 
-def share_in_closure(net: Net) -> None:
-    emb = net.emb
-    net.run = lambda net, tokens: through(net, emb(tokens)) @ emb.weight.t()
-
-
-def keep_in_list(net: Net) -> None:
-    net.cache = [net.layers[1].l.weight]
-
-
 X, TOKENS = (lambda: (torch.randn(3, 5, D),)), (lambda: (torch.randint(16, (3, 5)),))
 
 
-@pytest.mark.parametrize(
-    ("run", "batch", "made", "tied"),
-    [
-        (lambda net, x, scale: through(net, x) * scale, lambda: (torch.randn(3, 5, D), 0.5), None, ()),
-        (reads_a_weight_again, TOKENS, share_in_closure, ("emb.weight",)),
-        (lambda net, x: net.head(through(net, x) @ net.cache[0]), X, keep_in_list, ("layers.1.l.weight",)),
-    ],
-    ids=["a number", "a weight in a closure", "a weight in a list"],
-)
-def test_what_is_not_in_the_graph(run: Any, batch: Any, made: Any, tied: tuple[str, ...]) -> None:
-    torch.manual_seed(0)
-    model = Net(run, made)
-    check(model, [batch() for _ in range(4)], "zbv", tied=tied)
-
-
-LAYER, BLOCK = "torch.tanh(own(nn.Linear, D, D)(made[-1]))", "made[-1] + own(MLP)(made[-1])"
+BLOCK = "made[-1] + own(MLP)(made[-1])"
 SUM = 'torch._foreach_add_(other["sum"], [made[-1]]); z = made[-1]'
 ROWS: dict[str, tuple[str, ...]] = {
     "a unit returns what it was given": (BLOCK, "F.dropout(made[-1], 0.0, False)", "own(MLP)(made[-1]) + made[-2]"),
     "an input is written to": ("made[0].mul_(2.0)", f"{BLOCK} + made[0]", f"{BLOCK} + made[0]"),
     "noise between units": ("torch.randn_like(made[0])", "made[0] + made[-1]", BLOCK, BLOCK, "made[-1] - made[1]"),
     "an operation writes to a list": ('other["sum"] = [made[0] * 0]', BLOCK, SUM, BLOCK, SUM, 'other["sum"][0] * 1.0'),
-    "a part is written": (BLOCK, "z = own(MLP)(made[-1]).clone(); z[:, 0] = made[-1][:, 1]", BLOCK),
-    "a buffer is set anew": (
-        "self.mean = 0.9 * self.mean + made[0].detach().mean((0, 1)); z = made[0] * 1.0",
+    "a part is written, and a buffer is set anew": (
         BLOCK,
+        "z = own(MLP)(made[-1]).clone(); z[:, 0] = made[-1][:, 1]",
+        "self.mean = 0.9 * self.mean + made[0].detach().mean((0, 1)); z = made[-1] * 1.0",
         BLOCK,
     ),
     "regions without gradients or with autocast": (
@@ -235,10 +193,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         BLOCK,
     ),
     "tensors in attributes": (BLOCK, "self.last = made[-1].pow(2).mean()", BLOCK, BLOCK, "made[-1] + self.last"),
-    "a layer with a vector": (BLOCK, BLOCK, "made[-1] + F.linear(made[-1], self.head.bias)[..., None]"),
-    "checkpoints": (BLOCK, "checkpoint(own(MLP), made[-1], use_reentrant=False)", BLOCK),
-    "nested checkpoints": (
-        BLOCK,
+    "checkpoints": (
+        "checkpoint(own(MLP), made[-1], use_reentrant=False)",
         "checkpoint(lambda x, m: checkpoint(m, x, use_reentrant=False), made[-1], own(MLP), use_reentrant=False)",
         BLOCK,
     ),
@@ -249,13 +205,26 @@ ROWS: dict[str, tuple[str, ...]] = {
         BLOCK,
         'made[-1] + other["first"]',
     ),
-    "a weight read again": (LAYER, BLOCK, BLOCK, "F.linear(made[-1], linear(self).weight)"),
-    "one block four times": (LAYER, *["torch.tanh(linear(self)(made[-1]))"] * 3),
-    "torch's encoder": ("own(Encoder)(made[-1])", "own(Encoder)(made[-1])"),
+    "a weight in a list": (
+        BLOCK,
+        'vars(self).setdefault("cache", [own(Scale, D, D).weight]); z = made[-1] @ self.cache[0]',
+        BLOCK,
+    ),
+    "weights read again": (
+        "torch.tanh(own(nn.Linear, D, D)(made[-1]))",
+        *["torch.tanh(linear(self)(made[-1]))"] * 3,
+        "F.linear(made[-1], linear(self).weight)",
+        "made[-1] + F.linear(made[-1], self.head.bias)[..., None]",
+    ),
+    "torch's encoder": (BLOCK, "own(Encoder)(made[-1])"),
     # Nothing of an export is left in the module: a lazy cache was, as a fake tensor; what a forward writes to had been
     # written to, so that counts of batches began at 1.
-    "a lazy cache": (BLOCK, 'vars(self).setdefault("table", torch.arange(D) / D); z = made[-1] * self.table', BLOCK),
-    "writes": ("self.plain.add_(1); z = made[-1] * self.plain", "own(nn.BatchNorm1d, T)(made[-1])"),
+    "a lazy cache and writes": (
+        'vars(self).setdefault("table", torch.arange(D) / D); z = made[-1] * self.table',
+        BLOCK,
+        "self.plain.add_(1); z = made[-1] * self.plain",
+        "own(nn.BatchNorm1d, T)(made[-1])",
+    ),
 }
 
 
@@ -267,15 +236,15 @@ def test_rows(row: str) -> None:
 
 
 def reads_a_weight_by_its_second_name(net: Net, x: Tensor) -> Tensor:
-    net.layers[2].l.weight = net.layers[3].l.weight = net.layers[1].l.weight
+    net.layers[1].l.weight = net.layers[2].l.weight = net.layers[0].l.weight
     with torch.no_grad():
-        net.layers[2](x)
-    return net.layers[3](net.layers[0](x))
+        net.layers[1](x)
+    return net.layers[2](x)
 
 
 def test_a_weight_of_several_names_has_the_first() -> None:
     """It had the one of the module that a stage calls, and no gradient under that which optimizers know."""
-    model = Net(reads_a_weight_by_its_second_name, None)
+    model = Net(reads_a_weight_by_its_second_name)
     reads_a_weight_by_its_second_name(model, X()[0])
     (chunk,) = split(model, X(), "no_pipelining", num_chunks=1)
     assert {*dict(chunk.module.named_parameters())} == {*dict(model.named_parameters())}
@@ -296,10 +265,10 @@ def test_a_shared_weight_that_is_unfrozen_later() -> None:
         split(model, batches[0], "zbv")
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_layers_that_are_sharded(rank: int) -> None:
     """They are never called, so nothing waited for their parameters: an error of mixed tensors."""
-    use_groups(1)
+    use_groups()
     model, batches = make("gpt")
     expected = [loss_of(model(*batch)) for batch in batches]
     torch.stack(expected).mean().backward()
@@ -307,11 +276,8 @@ def test_layers_that_are_sharded(rank: int) -> None:
     (chunk,) = split(model, batches[0], "1f1b")
     for one in (chunk.module.blocks.get_submodule("1"), chunk):
         fully_shard(one, mesh=parallel_state.get_data_parallel_mesh())
-    train = megapipe.get_forward_backward_func("1f1b")
-    for options in ({"forward_only": True}, {}):
-        data = iter(batches)
-        losses = train(forward_step_func=step, data_iterator=data, model=chunk, num_microbatches=4, **options)
-        assert losses == expected
+    assert run("1f1b", [chunk], batches, forward_only=True) == expected
+    assert run("1f1b", [chunk], batches) == expected
     for name, grad in wanted.items():
         torch.testing.assert_close(chunk.module.get_parameter(name).grad.full_tensor(), grad)
 
@@ -322,7 +288,9 @@ def test_a_part_called_module(rank: int) -> None:
     stage. What a wrapper wraps would be computed again, which here is never called."""
     use_groups()
     torch.manual_seed(0)
-    model = nn.Sequential(OrderedDict(module=Net(reads_a_weight_again), out=nn.Linear(16, D)))
+    inner = Net(lambda net, tokens: F.linear(through(net, emb(tokens)), emb.weight))
+    emb = inner.emb  # which the forward has from a closure
+    model = nn.Sequential(OrderedDict(module=inner, out=nn.Linear(16, D)))
     config = megapipe.PipelineConfig(recompute="all")
     check(model, [TOKENS() for _ in range(4)], "1f1b", tied=("module.emb.weight",), config=config)
 
@@ -362,23 +330,24 @@ def draws_like(net: Net, x: Tensor) -> Tensor:
     return y * torch.empty(3, 1, 1, dtype=y.dtype).bernoulli_(0.7).div_(0.7)
 
 
-def test_dtypes_of_autocast() -> None:
+def test_autocast_and_recomputation() -> None:
     """The numbers that a forward makes with `x.dtype` were float32 in a stage, and bfloat16 in the module: stochastic
     depth rounded otherwise, and what came behind it was computed in float32."""
     torch.manual_seed(0)
-    model, (x,) = Net(draws_like), X()
+    model, batches = Net(draws_like), [X() for _ in range(4)]
     config = megapipe.PipelineConfig(enable_autocast=True, autocast_dtype=torch.bfloat16)
-    (chunk,) = split(model, x, "no_pipelining", config=config)
-    train = megapipe.get_forward_backward_func("no_pipelining")
-    torch.manual_seed(1)
-    losses = train(
-        forward_step_func=step, data_iterator=iter([(x,)]), model=[chunk], num_microbatches=1, forward_only=True
-    )
+    plain, half = split(model, batches[0], "zbv"), split(model, batches[0], "zbv", config=config)
+    losses = []
+    for chunks, recompute in ((plain, None), (plain, "all"), (half, None)):
+        chunks[0].config.recompute = chunks[1].config.recompute = recompute
+        torch.manual_seed(1)
+        losses.append(run("zbv", chunks, batches))
+    assert losses[0] == losses[1] != losses[2]
     torch.manual_seed(1)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        output = model(x)
-    assert output.dtype == torch.bfloat16
-    assert losses == [loss_of(output)]
+        outputs = [model(*batch) for batch in batches]
+    assert outputs[0].dtype == torch.bfloat16
+    assert losses[2] == [loss_of(output) for output in outputs]
 
 
 ADD = "with torch.no_grad(): torch.add(made[1], made[-1].detach(), out=made[1])"
@@ -454,43 +423,29 @@ def test_what_would_be_wrong_is_refused(row: str) -> None:
 
 
 def test_arguments_are_checked() -> None:
-    tokens = torch.zeros(2, 8, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"no module that GPT calls: take some of tokens, blocks\.0"):
-        split(plain_models.GPT(1), tokens, "no_pipelining", points=["blocks"])
-    (chunk,) = split(plain_models.GPT(1), tokens, "no_pipelining")
+    model, tokens = nn.Sequential(nn.Embedding(16, D), nn.Linear(D, D)), torch.zeros(2, 8, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"no module that Sequential calls: take some of 0, 1"):
+        split(model, tokens, "no_pipelining", points=["blocks"])
+    (chunk,) = split(model, tokens, "no_pipelining")
     for wrong in ((torch.zeros(2, 9, dtype=torch.long),), (tokens, tokens), (tokens.int(),)):
         with pytest.raises(ValueError, match=r"arguments like the example's, \['torch\.int64 \[2, 8\]'\], got"):
             chunk(*wrong)
-    (chunk,) = split(Net(lambda net, x, scale: through(net, x) * scale), (*X(), 0.5), "no_pipelining")
+    scaled, (x,) = Net(lambda net, x, scale: net.head(x) * scale), X()
+    (chunk,) = split(scaled, (x, 0.5), "no_pipelining")
+    assert torch.equal(chunk(x, 0.5), scaled(x, 0.5))
     with pytest.raises(ValueError, match=r"like the example's, \['torch\.float32 \[3, 5, 8\]', 0\.5\], got .*, 1\.0\]"):
-        chunk(*X(), 1.0)
-    mixed = plain_models.GPT(1)
-    mixed.blocks[0].eval()
+        chunk(x, 1.0)
+    model[1].eval()
     with pytest.raises(CannotSplitError, match="some modules are in training mode and some are not"):
-        split(mixed, tokens, "no_pipelining")
+        split(model, tokens, "no_pipelining")
 
 
 def test_a_module_without_memory_stays_so() -> None:
     with torch.device("meta"):
-        model = plain_models.ResNet()
-    (chunk,) = split(model, torch.zeros(2, 3, 16, 16, device="meta"), "no_pipelining")
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    (chunk,) = split(model, torch.zeros(2, 3, 8, 8, device="meta"), "no_pipelining")
     assert all(parameter.is_meta for parameter in chunk.parameters())
     assert chunk.state_dict().keys() == model.state_dict().keys()
-
-
-def test_autocast_and_recomputation() -> None:
-    model, batches = make("gpt")
-    losses = []
-    config = megapipe.PipelineConfig(enable_autocast=True, autocast_dtype=torch.bfloat16)
-    plain, half = split(model, batches[0], "zbv"), split(model, batches[0], "zbv", config=config)
-    train = megapipe.get_forward_backward_func("zbv")
-    for chunks, recompute in ((plain, None), (plain, "all"), (half, None)):
-        chunks[0].config.recompute = chunks[1].config.recompute = recompute
-        losses.append(train(forward_step_func=step, data_iterator=iter(batches), model=chunks, num_microbatches=4))
-    assert losses[0] == losses[1]
-    assert not losses[0] or losses[0] != losses[2]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert losses[2] == ([loss_of(model(*batch)) for batch in batches] if losses[2] else [])
 
 
 @on_ranks(2)
@@ -500,29 +455,27 @@ def test_checkpoints_of_a_weight_that_two_stages_read(rank: int, tmp_path: Path)
     torch.manual_seed(1)
     batches = [(torch.randint(16, (3, 5)),) for _ in range(4)]
 
-    def make(schedule: str) -> tuple[Any, Any, Callable[[], list[float]]]:
+    def make(schedule: str) -> tuple[megapipe.checkpoint.Checkpointer, Callable[[], list[float]]]:
         torch.manual_seed(0)
         config = megapipe.PipelineConfig(broadcast_reports=True)
         chunks = split(Net(reads_a_weight_again), batches[0], schedule, config=config)
         optimizer = megapipe.PipelinedOptimizer(chunks, lambda groups: torch.optim.AdamW(groups, lr=0.1))
-        train = megapipe.get_forward_backward_func(schedule)
 
-        def run() -> list[float]:
-            losses = train(forward_step_func=step, data_iterator=iter(batches), model=chunks, num_microbatches=4)
+        def train() -> list[float]:
+            losses = run(schedule, chunks, batches)
             optimizer.step()
             optimizer.zero_grad()
             return [float(loss) for loss in losses]
 
-        return chunks, optimizer, run
+        return megapipe.checkpoint.Checkpointer(tmp_path / "run", chunks, optimizer), train
 
-    chunks, optimizer, run = make("zbv")
-    run()
-    megapipe.checkpoint.Checkpointer(tmp_path / "run", chunks, optimizer).save(1)
-    expected = run()
-    for schedule in ("zbv", "1f1b"):
-        chunks, optimizer, run = make(schedule)
-        megapipe.checkpoint.Checkpointer(tmp_path / "run", chunks, optimizer).load()
-        assert run() == pytest.approx(expected, rel=1e-5)
+    saved, train = make("zbv")
+    train()
+    saved.save(1)
+    expected = train()
+    for checkpointer, train_on in ((saved, train), make("1f1b")):
+        checkpointer.load()
+        assert train_on() == pytest.approx(expected, rel=1e-5)
 
 
 class Seq2Seq(nn.Module):
@@ -537,15 +490,16 @@ class Seq2Seq(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("kind", ["t5", pytest.param("bart", marks=pytest.mark.soak), "whisper"])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["t5", "bart", "whisper"])
 def test_encoder_decoders_of_transformers(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes: dict[str, Any] = {"d_model": 16, "vocab_size": 32, "decoder_start_token_id": 0, "pad_token_id": 0}
     sizes |= {"eos_token_id": 1, "bos_token_id": 1}
     if kind == "t5":
-        sizes |= {"num_layers": 2, "num_heads": 2, "d_kv": 8, "d_ff": 16}
+        sizes |= {"num_layers": 1, "num_decoder_layers": 2, "num_heads": 2, "d_kv": 8, "d_ff": 16}
     else:
-        sizes |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
         sizes |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     if kind == "whisper":
         sizes |= {"num_mel_bins": 4, "max_source_positions": 6, "max_target_positions": 8}
@@ -571,9 +525,7 @@ def test_changes_behind_a_split(change: Callable[[nn.Module], object], words: st
     trained on, and an adapter in place of a layer had no effect."""
     batches = [(torch.randn(4, D),)] * 2
     (chunk,) = split(nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)), batches[0], "1f1b")
-    train = megapipe.get_forward_backward_func("1f1b")
-    arguments = {"forward_step_func": step, "model": [chunk], "num_microbatches": 2}
-    train(data_iterator=iter(batches), **arguments)
+    run("1f1b", [chunk], batches)
     change(chunk.module)
     with pytest.raises(ValueError, match=words):
-        train(data_iterator=iter(batches), **arguments)
+        run("1f1b", [chunk], batches)

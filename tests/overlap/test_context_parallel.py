@@ -4,19 +4,19 @@ exchanged for parts of the sequence."""
 from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tools.against import add_gradients, step, unlabelled
+from tools.models import noting_products
 from tools.ranks import on_ranks
 from torch import Tensor, nn
 
 import megapipe
 from megapipe import parallel_state, stages_for_rank
 from megapipe.overlap import in_segments, run_segments, start_all_gather, start_all_to_all
-from megapipe.weight_grad import DeferredGrads, convert
+from megapipe.weight_grad import convert
 
 HIDDEN, HEADS, SEQUENCE, NUM_LAYERS, NUM_MICROBATCHES = 8, 2, 12, 4, 5
 
@@ -108,14 +108,7 @@ def test_equal_to_the_whole_sequence(rank: int, kind: type[Layer], schedule: str
     config = SimpleNamespace(hidden_size=HIDDEN, context_parallel_size=2, min_pending_weights=1)
     infos = stages_for_rank(schedule)
     chunks = [convert(Stage(kind, megapipe.distribute_layers(NUM_LAYERS, info), group, config)) for info in infos]
-    products: list[bool] = []
-    compute_next = DeferredGrads.compute_next
-
-    def noting(deferred: DeferredGrads) -> bool:
-        products.append(compute_next(deferred))
-        return products[-1]
-
-    with mock.patch.object(DeferredGrads, "compute_next", noting):
+    with noting_products() as products:
         sizes = {"seq_length": SEQUENCE, "micro_batch_size": 2}
         step(schedule, chunks, unlabelled(data.chunk(2, 1)[own]), loss_of, in_parts=in_parts, **sizes)
     assert any(products)

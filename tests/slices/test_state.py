@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,25 +89,21 @@ def test_whole_sequences_keep_nothing() -> None:
     assert slices.positions(3).tolist() == [0, 1, 2]
 
 
-def test_the_current_slice_is_known() -> None:
-    state = CarriedState(needs_grad=False)
-    for this in make_slices([2, 3]):
-        with state.forward(this):
-            assert slices.current() == this
-            assert slices.cut(torch.arange(5), 0).tolist() == list(range(this.start, this.stop))
-            assert slices.positions(this.length).tolist() == list(range(this.start, this.stop))
-        assert slices.current() is None
-
-
-def test_what_is_kept_comes_in_the_order_of_slices() -> None:
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode])
+def test_what_is_kept_comes_in_the_order_of_slices(context: Any) -> None:
+    """Each slice knows which it is."""
     state = CarriedState(needs_grad=False)
     parameter = nn.Parameter(torch.ones(()))
-    for this in make_slices([1, 1, 1]):
-        with state.forward(this):
+    for this in make_slices([2, 3, 1]):
+        with context(), state.forward(this):
+            assert slices.current() == this
+            assert slices.cut(torch.arange(6), 0).tolist() == list(range(this.start, this.stop))
+            assert slices.positions(this.length).tolist() == list(range(this.start, this.stop))
             values = [[one.item() for one in kept] for kept in slices.earlier("a")]
             assert values == [[index, -index] for index in range(this.index)]
             assert not any(one.requires_grad for kept in slices.earlier("a") for one in kept)
             slices.keep("a", parameter * this.index, -torch.tensor(this.index))
+        assert slices.current() is None
 
 
 def test_leaves_are_shared_by_later_slices_and_freed_with_their_gradients() -> None:
@@ -201,15 +199,6 @@ def test_what_is_kept_does_not_change(needs_grad: bool) -> None:
         pytest.raises(RuntimeError, match=r"shape \[2\], kept under the key 'key' by slice 0, was changed in place"),
     ):
         slices.earlier("key")
-
-
-def test_slices_of_inference_keep_too() -> None:
-    state = CarriedState(needs_grad=False)
-    with torch.inference_mode():
-        for this in make_slices([1, 1]):
-            with state.forward(this):
-                assert len(slices.earlier("key")) == this.index
-                slices.keep("key", torch.ones(2))
 
 
 def test_the_documentation_shows_this_layer() -> None:

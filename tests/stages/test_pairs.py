@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from tools import models
-from tools.models import Stage, assert_same_gradients, assert_same_losses, build, loss_of, reference, run
+from tools.models import Stage, assert_same_gradients, build, loss_of, reference, run
 from tools.ranks import on_ranks, start_again
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import megapipe
 from megapipe import TimelineRecorder
@@ -20,6 +21,7 @@ from megapipe.analysis import load_timeline
 from megapipe.overlap import run_segments
 from megapipe.p2p_communication import Sender
 from megapipe.plan import Schedule, Verbs, load_plan, loop, make_plan
+from megapipe.proving.whole import Whole
 from megapipe.schedules import B, F, W
 from megapipe.weight_grad import DeferredGrads
 
@@ -55,24 +57,6 @@ class InSegments(Stage):
 
 
 expect = functools.lru_cache(maxsize=None)(reference)
-
-
-CASES = [("dualpipev", 2, 2), ("combined_1f1b", 1, 3), ("combined_1f1b", 2, 2), ("combined_zb1p", 2, 4)]
-
-
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_chunks"), CASES)
-@on_ranks()
-def test_equal_in_segments(rank: int, schedule: str, num_ranks: int, num_chunks: int) -> None:
-    for m in (2 * num_ranks, 4 * num_ranks):
-        chunks = build(schedule, num_ranks, NUM_LAYERS, num_chunks, InSegments, deferred=True)
-        LOG.clear()
-        reports = run(schedule, chunks, m)
-        assert LOG.count("window") == LOG.count("segment") == m * sum(len(chunk.layers) for chunk in chunks)
-        in_windows = sum(LOG[k : k + 2] == ["window", "segment"] for k in range(len(LOG)))
-        assert in_windows > m // 2  # forwards went on while backwards waited
-        expected, losses = expect(NUM_LAYERS, m)
-        assert_same_gradients(chunks, expected)
-        assert_same_losses(reports, losses, chunks)
 
 
 WINDOWS = [("zbv", 2, 2, 1), ("interleaved_zb1p", 2, 3, 1), ("combined_zb1p", 1, 1, 2)]
@@ -180,8 +164,23 @@ def test_what_a_pair_makes_is_sent_early(rank: int) -> None:
             assert events.count("B") == 8  # nothing is sent twice
 
 
+class ReadsAgain(InSegments):
+    """Each segment reads the input anew, and so does what is computed again in the backward."""
+
+    def segment(self, x: Tensor, layer: nn.Module) -> Tensor:
+        return layer(x if self.embedding is not None else x + self.input_tensor)
+
+    def forward_segments(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
+        x = self.input_tensor if self.embedding is None else self.embedding(tokens)
+        for layer in self.layers.values():
+            x = Window.apply(checkpoint(self.segment, x, layer, use_reentrant=False))
+            LOG.append("segment")
+            yield
+        return x if self.head is None else self.head(x)
+
+
 def pairs_with_later_weights(pipe: Verbs) -> Any:
-    """1F1B whose steady state overlaps an F with the input half of a backward; its Ws come last."""
+    """1F1B whose steady state overlaps an F with the input half of a backward of the same chunk; its Ws come last."""
     num_warmup = min(pipe.pp_size - pipe.pp_rank, pipe.num_microbatches)
     for _ in range(num_warmup):
         F(pipe)
@@ -208,11 +207,14 @@ def test_a_forward_beside_a_backward_whose_w_comes_later(rank: int, num_ranks: i
     plan.save_csv(path)
     assert load_plan(path).cells() == plan.cells()
     assert any(plan.program.pairs)
-    chunks = build("1f1b", num_ranks, NUM_LAYERS, kind=InSegments, deferred=True)
-    LOG.clear()
-    run(path, chunks, 5)
-    assert "window segment window segment" in " ".join(LOG)
-    assert_same_gradients(chunks, expect(NUM_LAYERS, 5)[0])
+    for kind in (InSegments, ReadsAgain):
+        chunks = build("1f1b", num_ranks, NUM_LAYERS, kind=kind, deferred=True)
+        stages = [kind(megapipe.StageInfo(index, num_ranks), NUM_LAYERS) for index in range(num_ranks)]
+        Whole(stages, models.forward_step).step([*models.batches(5)])
+        LOG.clear()
+        run(path, chunks, 5)
+        assert "window segment window segment" in " ".join(LOG)
+        assert_same_gradients(chunks, stages)
 
 
 def test_a_lone_backward_fills_its_windows_with_its_own_weight_gradients() -> None:

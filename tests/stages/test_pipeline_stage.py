@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import megapipe
 from megapipe import PipelineStage, StageInfo, distribute_layers
-from megapipe.structure import kept_for
 
 NUM_MICROBATCHES = 5
 BATCH, WIDTH = 2, 8
@@ -102,24 +101,6 @@ def test_one_rank_with_new_chunks_is_told(rank: int) -> None:
     with pytest.raises(ValueError, match="disagree on seq_length, micro_batch_size and decoder_seq_length"):
         step("1f1b", [other], of_sizes(4, 4), micro_batch_size=4 + rank)
     step("1f1b", [other], of_sizes(4, 4))
-
-
-class Inferring(nn.Sequential):
-    """Says what it exchanges."""
-
-    def infer_stage_inputs_from_pipeline_inputs(self, inputs: dict[str, Tensor], num_microbatches: int) -> Tensor:
-        assert inputs["images"].device.type == "meta"
-        return torch.empty(len(inputs["images"]) // num_microbatches, WIDTH)
-
-    infer_stage_outputs_from_pipeline_inputs = infer_stage_inputs_from_pipeline_inputs
-
-
-@on_ranks(2)
-def test_shapes_that_the_model_says_are_not_looked_for(rank: int) -> None:
-    (chunk,) = chunks_of(lambda info: Inferring(*mlp(info)), "1f1b")
-    for size in (4, 3):
-        step("1f1b", [chunk], of_sizes(size, size), pipeline_inputs={"images": torch.empty(2 * size, WIDTH)})
-    assert not kept_for(chunk)
 
 
 # The module in it

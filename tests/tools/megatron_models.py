@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megapipe.integrations.megatron import global_name
 
-SEQUENCE, BATCH, VOCABULARY, HIDDEN, NUM_LAYERS = 8, 2, 32, 16, 8
+SEQUENCE, BATCH, VOCABULARY, HIDDEN = 8, 2, 32, 16
 
 
-def megatron(pp_size: int, vp_size: int | None = None, ep_size: int = 1, **options: Any) -> Any:
+def megatron(pp_size: int, vp_size: int | None = None, ep_size: int = 1, num_layers: int = 4, **options: Any) -> Any:
     """Initialises Megatron's groups and returns its config for a small GPT."""
     from fakes import megatron_on_cpu
 
@@ -29,7 +29,7 @@ def megatron(pp_size: int, vp_size: int | None = None, ep_size: int = 1, **optio
         expert_model_parallel_size=ep_size,
     )
     return TransformerConfig(
-        num_layers=NUM_LAYERS,
+        num_layers=num_layers,
         hidden_size=HIDDEN,
         num_attention_heads=2,
         pipeline_model_parallel_size=pp_size,

@@ -9,42 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Bottleneck(nn.Module):
-    """Two convolutions around a shortcut, as in torchvision's ResNets."""
-
-    def __init__(self, before: int, width: int, stride: int = 1) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, width, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = None
-        if stride != 1 or before != width:
-            self.downsample = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(x)) + shortcut)
-
-
-class ResNet(nn.Module):
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.layer1 = nn.Sequential(Bottleneck(width, width), Bottleneck(width, width))
-        self.layer2 = nn.Sequential(Bottleneck(width, 2 * width, 2), Bottleneck(2 * width, 2 * width))
-        self.layer3 = nn.Sequential(Bottleneck(2 * width, 4 * width, 2), Bottleneck(4 * width, 4 * width))
-        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(4 * width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        return self.fc(torch.flatten(self.avgpool(x), 1))
-
-
 def _double(before: int, width: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(before, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
 
@@ -78,7 +42,7 @@ class Block(nn.Module):
         self.is_causal = is_causal
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
         self.cross = nn.MultiheadAttention(width, 2, batch_first=True) if is_cross else None
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3 if is_cross else 2))
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
@@ -91,7 +55,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, num_layers: int = 3, width: int = 16, is_tied: bool = False) -> None:
+    def __init__(self, num_layers: int = 2, width: int = 16, is_tied: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(31, width)
         self.positions = nn.Parameter(torch.randn(1, 16, width))
@@ -123,10 +87,10 @@ class Stack(nn.Module):
 class EncoderDecoder(nn.Module):
     """Both ends share the embedding, and all layers of the decoder read what the encoder returns, as in T5."""
 
-    def __init__(self, num_layers: int = 2, width: int = 16) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.shared = nn.Embedding(31, width)
-        self.encoder, self.decoder = Stack(num_layers, width, False), Stack(num_layers, width, True)
+        self.encoder, self.decoder = Stack(1, width, False), Stack(2, width, True)
         self.lm_head = nn.Linear(width, 31, bias=False)
 
     def forward(self, tokens: Tensor, decoder_tokens: Tensor) -> Tensor:
@@ -146,10 +110,5 @@ def _two_texts(generator: torch.Generator) -> tuple[Any, ...]:
     return torch.randint(31, (2, 9), generator=generator), torch.randint(31, (2, 12), generator=generator)
 
 
-MODELS = {
-    "resnet": (ResNet, _images),
-    "unet": (UNet, _images),
-    "gpt": (GPT, _tokens),
-    "encoder-decoder": (EncoderDecoder, _two_texts),
-}
+MODELS = {"unet": (UNet, _images), "gpt": (GPT, _tokens), "encoder-decoder": (EncoderDecoder, _two_texts)}
 """What makes a model, and what makes a microbatch of it."""

@@ -196,33 +196,6 @@ def test_a_backward_of_another_thread_puts_nothing_off() -> None:
     assert layer.weight.grad is not None
 
 
-def test_threads_do_not_mix() -> None:
-    """Two pipelines in one process: each finds its own gradients in its W, and no others."""
-    results: dict[int, bool] = {}
-    start = threading.Barrier(2)
-
-    def work(number: int) -> None:
-        layers = [weight_grad.Linear(IN, IN, bias=False) for _ in range(3)]
-        start.wait()
-        for _ in range(20):
-            x, deferred = torch.randn(TOKENS, IN), DeferredGrads()
-            output = layers[2](layers[1](layers[0](x))).sum()
-            with deferred:
-                output.backward()
-            deferred_here = {id(one.weight) for ended in deferred._ended.values() for one in ended.values()}
-            if deferred_here != {id(layer.weight) for layer in layers}:
-                return
-            deferred.run()
-        results[number] = True
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {0: True, 1: True}
-
-
 class Watched(torch.autograd.Function):
     """A fused layer of somebody's, which keeps its input as an attribute."""
 
