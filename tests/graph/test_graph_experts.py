@@ -59,7 +59,8 @@ def test_experts_shared_out_are_equal_to_eager_for_every_routing(rank: int, reco
 @pytest.mark.parametrize("way", ["autocast", "eval", "one token for each expert", "in bfloat16"])
 @on_ranks(1)
 def test_experts_in_other_ways(rank: int, way: str) -> None:
-    """A rank that exchanges tokens with itself. In bfloat16, and under autocast, all experts are one kernel, `torch._grouped_mm`."""
+    """A rank that exchanges tokens with itself. In bfloat16, and under autocast, all experts are one kernel,
+    `torch._grouped_mm`."""
     settings, num_tokens = ({"moe_topk": 4}, 1) if "one token" in way else ({}, 12)
     stages = [make_stage(dist.group.WORLD, 1, **settings) for _ in range(2)]
     x = tokens(num_tokens)
