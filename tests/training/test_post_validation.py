@@ -178,7 +178,7 @@ def post_validated(
     ("schedules", "pp_size", "num_steps", "disturb", "seed"),
     [
         (["zbv", "zb2p"], 2, 12, False, 12),
-        (["zbv", "dualpipev"], 4, 12, True, 12),
+        (["dualpipev"], 3, 12, True, 12),
         pytest.param(["zbv", "zb2p", "1f1b"], 2, 25, False, 2, marks=pytest.mark.soak),
         pytest.param(["zbv", "interleaved_1f1b", "dualpipev"], 4, 25, True, 4, marks=pytest.mark.soak),
     ],
