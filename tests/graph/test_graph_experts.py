@@ -43,9 +43,9 @@ def worst_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
 # Experts, alone
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@on_ranks(2)
-def test_experts_shared_out_are_equal_to_eager_for_every_routing(rank: int, recompute: bool) -> None:
+@pytest.mark.parametrize(("num_ranks", "recompute"), [(2, False), (1, True)])
+@on_ranks()
+def test_experts_shared_out_are_equal_to_eager_for_every_routing(rank: int, num_ranks: int, recompute: bool) -> None:
     """Outputs, gradients, and the loads that routers count, of microbatches of another length on each rank."""
     num_tokens = 12 - 3 * rank
     eager, captured = (make_stage(dist.group.WORLD, 1) for _ in range(2))
@@ -56,7 +56,7 @@ def test_experts_shared_out_are_equal_to_eager_for_every_routing(rank: int, reco
         assert differing(run_all(captured, biases, num_tokens, split), expected) == []
 
 
-@pytest.mark.parametrize("way", ["autocast", "eval", "one token for each expert", "in bfloat16"])
+@pytest.mark.parametrize("way", ["autocast", "in bfloat16", "eval, one token for each expert"])
 @on_ranks(1)
 def test_experts_in_other_ways(rank: int, way: str) -> None:
     """A rank that exchanges tokens with itself. In bfloat16, and under autocast, all experts are one kernel,
@@ -65,7 +65,7 @@ def test_experts_in_other_ways(rank: int, way: str) -> None:
     stages = [make_stage(dist.group.WORLD, 1, **settings) for _ in range(2)]
     x = tokens(num_tokens)
     for stage in stages:
-        stage.train(way != "eval")
+        stage.train("eval" not in way)
         if way == "in bfloat16":
             stage.bfloat16()
             x = x.detach().bfloat16().requires_grad_()
@@ -159,7 +159,7 @@ def assert_one_mode(forward: nn.Module, backward: nn.Module) -> None:
         module.forward(list(examples))  # torch refuses to mix modes
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_pairs_of_one_stage_in_one_graph(rank: int) -> None:
     eager, captured = (make_stage(dist.group.WORLD, 1) for _ in range(2))
     capture(captured, (tokens(12),))
@@ -308,7 +308,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(
-    ("line", "recompute"), [*((line, False) for line in LINES), *((line, True) for line in LINES[-3:])]
+    ("line", "recompute"), [*((line, False) for line in LINES), *((line, True) for line in LINES[-2:])]
 )
 def test_sizes_that_depend_on_values(line: str, recompute: bool) -> None:
     """Boolean masks, counts and positions, of none and of all rows too, were refused."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tools.against import mean_square, step, unlabelled
 from tools.graphs import skip_without_tracer
 from tools.models import (
     BATCH,
@@ -23,14 +24,7 @@ from tools.models import (
 from tools.ranks import on_ranks
 from torch import Tensor, nn
 
-from megapipe import (
-    PipelineConfig,
-    PipelineStage,
-    StageInfo,
-    get_forward_backward_func,
-    parallel_state,
-    stages_for_rank,
-)
+from megapipe import PipelineConfig, PipelineStage, StageInfo, parallel_state, stages_for_rank
 from megapipe.graph import capture
 from megapipe.plan import Costs, Settings, make_plan, offload_activations
 
@@ -98,12 +92,7 @@ def test_a_captured_pipeline_stage_is_recomputed() -> None:
         capture(chunk, (torch.zeros(2, 4),))
         refusal = pytest.raises(ValueError, match="PipelineStage, which runs as compiled or captured graphs")
         with refusal if recompute == 1 else nullcontext():
-            get_forward_backward_func("gpipe")(
-                lambda items, chunk: (chunk(next(items)), lambda out: (out.mean(), 0)),
-                iter(torch.ones(3, 2, 4)),
-                chunk,
-                3,
-            )
+            step("gpipe", chunk, unlabelled(torch.ones(3, 2, 4)), mean_square)
         gradients.append([parameter.grad for parameter in chunk.parameters()])
     assert all(map(torch.equal, gradients[0], gradients[1]))
 
@@ -120,11 +109,6 @@ def test_a_captured_stage_that_is_recomputed_is_captured_again_for_other_modes()
         capture(layers, (torch.zeros(2, 4),))
         layers[0].requires_grad_(False)
         layers.eval()
-        get_forward_backward_func("gpipe")(
-            lambda items, chunk: (chunk(next(items)), lambda out: (out.square().mean(), 0)),
-            iter(torch.randn(3, 2, 4)),
-            chunk,
-            3,
-        )
+        step("gpipe", chunk, unlabelled(torch.randn(3, 2, 4)), mean_square)
         gradients.append([parameter.grad for parameter in layers[1:].parameters()])
     assert all(map(torch.equal, *gradients))

@@ -193,7 +193,7 @@ def test_post_validated_steps(
             assert min(kinds[kind] for kind in ("plain", "clip", "nan", "inf")) >= 2
 
 
-@pytest.mark.parametrize("pp_size", range(2, 9))
+@pytest.mark.parametrize("pp_size", [2, 3, 6])
 def test_zero_bubble_schedules_hear_of_the_norm_in_time(pp_size: int) -> None:
     """On the plan: when a rank reaches its first backward, the last rank has long ended the step before."""
     for name in ("zb2p", "zbv"):

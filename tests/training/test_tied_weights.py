@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tools.against import assert_same_gradients, gradients
+from tools.against import assert_same_gradients
 from tools.models import BATCH, SEQUENCE, Stage, add_gradients, batches, build, run
 from tools.ranks import RankPool, on_ranks
 from torch import Tensor, nn
@@ -110,23 +110,6 @@ def test_steps_sum_by_themselves(rank: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @on_ranks(2)
-def test_several_calls_add_up(rank: int, schedule: str) -> None:
-    """The sum of the first call was counted once for each copy."""
-    chunks, model = build(schedule, 2, NUM_LAYERS), unpartitioned()
-    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
-    for calls in range(1, 4):
-        run(schedule, chunks, M)
-        run(schedule, chunks, M, forward_only=True)
-        for name, grad in ((name, grad) for chunk in chunks for name, grad in gradients(chunk).items()):
-            torch.testing.assert_close(grad, calls * model.get_parameter(name).grad)
-    for chunk in chunks:
-        chunk.zero_grad(set_to_none=False)
-    run(schedule, chunks, M)
-    assert_same_gradients(chunks, model, schedule)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@on_ranks(2)
 def test_copies_of_chunks(rank: int, schedule: str) -> None:
     """Chunks could not be copied, as averages of the weights are. In a V each copy had a sum of its own, of weights
     that were not trained, and the two weights grew apart."""
@@ -171,18 +154,6 @@ def test_a_sparse_gradient_is_refused(rank: int) -> None:
         chunks[0].embedding.sparse = True
     with pytest.raises((PipelineError, TypeError), match=r"gradient of embedding.weight, a tied weight, is sparse"):
         run("1f1b", chunks, M)
-
-
-@on_ranks(2)
-def test_sharded_after_they_were_tied(rank: int) -> None:
-    """`fully_shard` puts other parameters in their place. The sum was that of the old ones, which nobody trained."""
-    chunks = build("1f1b", 2, NUM_LAYERS)
-    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
-    fully_shard(chunks[0], mesh=DeviceMesh.from_group(parallel_state.get_data_parallel_group(), "cpu"))
-    run("1f1b", chunks, M)
-    own = chunks[0].head.weight if rank else chunks[0].embedding.weight
-    assert torch.equal(own.grad.full_tensor(), unpartitioned().head.weight.grad)
-    assert getattr(own, "shared", False) == (rank == 1)
 
 
 @on_ranks(2)
