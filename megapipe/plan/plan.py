@@ -111,7 +111,7 @@ class Plan(PlanFacts):
 
     def cells(self, kinds: Mapping[str, str] = MappingProxyType({})) -> list[list[str]]:
         """The actions and overlapped pairs of each rank in words, with other names for some kinds."""
-        rows = [[str(a._replace(kind=kinds.get(a.kind, a.kind))) for a in actions] for actions in self.actions]
+        rows = [[str(a._replace(kind=kinds[a.kind]) if a.kind in kinds else a) for a in row] for row in self.actions]
         for row, pairs in zip(rows, self.program.pairs):
             for first, second in sorted(pairs.items(), reverse=True):
                 row[first : second + 1] = [f"({row[first]};{row[second]})OVERLAP_F_B"]

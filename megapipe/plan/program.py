@@ -46,21 +46,23 @@ def compile_events(
         ranks: those of the stages.
         needs: the send that a computation waits for, if any.
     """
-    numbers: dict[tuple[ChannelName, int, int], int] = {}
+    numbers: dict[Event, int] = {}
+    channels: list[ChannelName | None] = []
 
     def number_of(event: Event) -> int:
         """That of the message that is sent or needed; -1 for none, and at the ends of the pipeline."""
         send = event if event.sends else needs(event)
         if send is None:
             return -1
-        message = send.message
-        exists = 0 <= message[0].boundary < len(ranks) - 1
-        return numbers.setdefault(message, len(numbers)) if exists else -1
+        if send not in numbers:
+            _, boundary = channel = send.channel
+            exists = 0 <= boundary < len(ranks) - 1
+            numbers[send] = len(channels) if exists else -1
+            if exists:
+                channels.append(channel if ranks[boundary] != ranks[boundary + 1] else None)
+        return numbers[send]
 
     sources, sent, sent_until, pairs = map(list, zip(*(_compile_row(row, number_of) for row in rows)))
-    channels = [
-        channel if ranks[channel.boundary] != ranks[channel.boundary + 1] else None for channel, _, _ in numbers
-    ]
     return Program(sources, sent, sent_until, pairs, channels)
 
 

@@ -48,8 +48,7 @@ class Event(NamedTuple):
 
         At the ends of the pipeline it is one of a boundary that does not exist.
         """
-        kind, offset = _message_of(self.verb)
-        return ChannelName(kind, self.stage + offset)
+        return _channel_of(self.verb, self.stage)
 
     @property
     def message(self) -> tuple[ChannelName, int, int]:
@@ -66,12 +65,11 @@ class Event(NamedTuple):
 
 
 @functools.cache
-def _message_of(verb: str) -> tuple[str, int]:
-    """The kind of the message that a verb sends, takes or needs, and its boundary, from that above the verb's stage."""
+def _channel_of(verb: str, stage: int) -> ChannelName:
     computed = kind_of(verb)
     kind = verb.partition("_")[2] if computed is None else computed.direction
     assert kind is not None, f"{verb} needs no message"
-    return kind, -1 if (kind == "forward") != verb.startswith("send") else 0
+    return ChannelName(kind, stage - 1 if (kind == "forward") != verb.startswith("send") else stage)
 
 
 class PlanRecorder(Verbs):
@@ -140,11 +138,14 @@ class PlanRecorder(Verbs):
             return
         self._check_chunk(verb, chunk)
         event = self._event(verb, chunk, self._advance(verb, chunk), is_forward)
-        # What the first of a pair made is sent as soon as it is there.
-        last = self.events[-2:] if event.sends else []
-        is_behind_pair = len(last) == 2 and is_overlapped(last[1].verb) and is_overlapped(last[0].verb)
-        is_made = is_behind_pair and (last[0].stage, last[0].is_forward) == (event.stage, is_forward)
-        self.events.insert(len(self.events) - is_made, event)
+        self.events.insert(len(self.events) - self._is_made_by_first_of_pair(event), event)
+
+    def _is_made_by_first_of_pair(self, event: Event) -> bool:
+        """Whether it sends what the first of the last two actions made, a pair: that is sent as soon as it is there."""
+        if not event.sends or len(self.events) < 2 or not is_overlapped(self.events[-1].verb):
+            return False
+        first = self.events[-2]
+        return is_overlapped(first.verb) and (first.stage, first.is_forward) == (event.stage, event.is_forward)
 
     def _check_chunk(self, verb: str, chunk: int | None) -> None:
         if chunk not in range(self.num_chunks):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .kinds import KINDS, WEIGHTS
+from .kinds import KINDS, WEIGHTS, kind_of
 from .memory import held_changes
 from .plan import Plan
 from .program import run
@@ -91,10 +91,11 @@ def fill(plan: Plan, costs: Costs, max_held: float, share: float) -> Plan:
 def _merge(events: Sequence[Event], counts: Sequence[int]) -> Iterator[Event]:
     """The events of a rank and its Ws, in the order of the Bs: so many before each F and B, and the others at the
     end."""
-    weights = iter([e._replace(verb=WEIGHTS.verb) for e in events if e.action and e.action.kind == WEIGHTS.after])
+    deferring = [event for event in events if (kind := kind_of(event.verb)) and kind.name == WEIGHTS.after]
+    weights = (event._replace(verb=WEIGHTS.verb) for event in deferring)
     num_before = iter(counts)
     for event in events:
-        if event.action is not None:
+        if kind_of(event.verb) is not None:
             yield from (next(weights) for _ in range(next(num_before)))
         yield event
     yield from weights

@@ -222,7 +222,7 @@ def in_a_pipeline(rank: int, schedules: list[str], num_microbatches: int) -> lis
 def test_equal_to_no_pipelining(ranks: RankPool) -> None:
     """And of two ranks that share out experts, each sends what the other expects, in every exchange: backwards split or
     not, both make the same exchanges in the same order, or one would wait forever for the other."""
-    schedules, num_microbatches = ["zbv", "zb1p", "dualpipev"], 5
+    schedules, num_microbatches = ["zb1p", "dualpipev"], 3
     per_rank = ranks.run(4, in_a_pipeline, schedules, num_microbatches)
     for first, second in ((0, 1), (2, 3)):
         for ours, theirs in zip(per_rank[first], per_rank[second]):

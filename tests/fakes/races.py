@@ -7,8 +7,8 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +17,15 @@ from torch.cuda._sanitizer import DEFAULT_STREAM_ID, Access, EventHandler
 
 __all__ = ["Races"]
 
-# The whole stack of each launch takes longer than what is launched.
-extract = partial(traceback.StackSummary.extract, limit=13)
-_sanitizer.traceback = SimpleNamespace(StackSummary=SimpleNamespace(extract=extract), walk_stack=traceback.walk_stack)
+
+def _extract(frames: Iterator[tuple[Any, int]], lookup_lines: bool) -> traceback.StackSummary:
+    """The whole stack of each launch, and to look whether its files are as they were, takes longer than what is
+    launched."""
+    nearest = [(frame.f_code.co_filename, line, frame.f_code.co_name, "") for frame, line in islice(frames, 13)]
+    return traceback.StackSummary.from_list(nearest)
+
+
+_sanitizer.traceback = SimpleNamespace(StackSummary=SimpleNamespace(extract=_extract), walk_stack=traceback.walk_stack)
 
 
 class Races:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import time
@@ -47,6 +48,8 @@ IS_GPU = torch.cuda.is_available()
 SCHEDULES = [name for name in megapipe.schedule_names() if name not in ("no_pipelining", "inference")]
 KINDS = ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"]
 NUM_LAYERS = 8 if IS_GPU else 4
+MOST = 8 if IS_GPU else 4
+"""Microbatches of a step that moves much."""
 TRANSPORT: dict[str, Any] = {}
 ALL = [*((2, name) for name in SCHEDULES), *((4, name) for name in KINDS)]
 CASES = ALL if IS_GPU else [(2, "zbv"), (4, "1f1b")]  # tests/runtime has all of them on the CPU
@@ -95,11 +98,14 @@ def no_host_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+whole_model = functools.cache(reference)
+
+
 def assert_close_to_whole_model(
     chunks: list[Stage], num_microbatches: int, seeds: tuple[int, ...] = (0,)
 ) -> list[Tensor]:
     """Not equal: a GPU adds products up in another order than a CPU. Returns the whole model's losses."""
-    whole, losses = reference(NUM_LAYERS, num_microbatches, seeds)
+    whole, losses = whole_model(NUM_LAYERS, num_microbatches, seeds)
     expected = dict(whole.named_parameters())
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -126,11 +132,11 @@ def test_activations_in_host_memory(rank: int) -> None:
     for copying, smallest in ((None, 0), (0.3, 0), (0.3, 2**20)):
         chunks = on_device(rank, "zbv", 2, deferred=True, offload_activations=copying)
         with mock.patch("megapipe.activations.offload.SMALLEST", smallest):
-            step(rank, "zbv", chunks, 8)
-            batch = data(rank, 8, 1)
+            step(rank, "zbv", chunks, MOST)
+            batch = data(rank, MOST, 1)
             with no_host_wait():
-                run("zbv", chunks, 8, data_iterator=batch)
-        assert_close_to_whole_model(chunks, 8, (0, 1))
+                run("zbv", chunks, MOST, data_iterator=batch)
+        assert_close_to_whole_model(chunks, MOST, (0, 1))
         gradients.append([parameter.grad.cpu() for chunk in chunks for parameter in chunk.parameters()])
     for kept, *moved in zip(*gradients):
         assert all(torch.equal(kept, one) for one in moved)
@@ -238,7 +244,7 @@ def test_replicas(rank: int) -> None:
     chunks = on_device(rank, "zbv", 2, deferred=True)
     reduced(chunks)
     step(rank, "zbv", chunks, seed=parallel_state.get_data_parallel_rank())
-    expected = dict(reference(NUM_LAYERS, 5, (0, 1))[0].named_parameters())
+    expected = dict(whole_model(NUM_LAYERS, 5, (0, 1))[0].named_parameters())
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             torch.testing.assert_close(parameter.grad.cpu(), expected[name].grad / 2, rtol=1e-4, atol=1e-6)
@@ -425,7 +431,7 @@ def large_messages(rank: int, schedule: str) -> None:
     replica, num_replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     drawn = [torch.randint(-1, 2, (TOKENS, 1, WIDTH), generator=torch.Generator().manual_seed(n)) for n in range(10)]
     device, infos = device_of(rank), stages_for_rank(schedule)
-    batch = [(x.float().to(device), y.float().to(device)) for x, y in zip(drawn, drawn[1 + replica :])][:8]
+    batch = [(x.float().to(device), y.float().to(device)) for x, y in zip(drawn, drawn[1 + replica :])][:MOST]
     whole = [WholeNumbers(StageInfo(index, infos[0].num_stages)).to(device) for index in range(infos[0].num_stages)]
     losses = [loss.cpu() for loss in against.add_gradients(whole, batch, signed_sum)]
     expected = {name: p.grad.cpu() for stage in whole for name, p in stage.named_parameters()}
@@ -433,6 +439,8 @@ def large_messages(rank: int, schedule: str) -> None:
         dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
     for way, config in WAYS.items():
         is_short = way == "short of memory"
+        if "p2p_lookahead" in config and not IS_GPU:  # gloo posts none ahead
+            continue
         if is_short and (schedule in MAY_HANG or num_replicas > 1):  # FSDP2 needs its memory in other pieces
             continue
         chunks = [WholeNumbers(info, p2p_max_ctas=1, **TRANSPORT, **config).to(device) for info in infos]

@@ -1,4 +1,4 @@
-"""Graphs that communicate: a forward and a backward in one, and the collectives of sharded parameters taken out."""
+"""Graphs that communicate: a forward and a backward in one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from tools.against import Received, assert_same_gradients, step
 from tools.graphs import skip_without_tracer
 from tools.ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.fx import Node
 
 from megapipe import StageInfo, parallel_state, stages_for_rank
-from megapipe.graph import capture, multiplex, partition, split_di_dw, split_fsdp_collectives, trace_joint
+from megapipe.graph import capture, multiplex, split_di_dw
 from megapipe.graph.multiplexing import PART
 from megapipe.graph.nodes import is_compute_bound, is_start, is_wait
 from megapipe.overlap import start_all_to_all
@@ -102,41 +101,3 @@ def test_each_half_computes_while_the_other_communicates(rank: int) -> None:
 def example(node: Node) -> Tensor:
     value = node.meta["val"]
     return torch.arange(value.numel(), dtype=value.dtype).view(value.shape) / value.numel()
-
-
-class Sharded(nn.Module):
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.shard = nn.Parameter(torch.arange(float(H * H // 2)).view(H // 2, H) % 5 - rank)
-        self.bias = nn.Parameter(torch.zeros(H))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, all_gather_tensor_autograd(self.shard, 0, dist.group.WORLD), self.bias)
-
-
-@on_ranks(2)
-def test_collectives_of_shards_are_taken_out(rank: int) -> None:
-    layer = Sharded(rank)
-    batches = [(torch.arange(6.0 * H).view(6, H) % (7 + n + rank)).requires_grad_() for n in range(2)]
-
-    def function(shard: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        return (torch.func.functional_call(layer, {"shard": shard, "bias": bias}, (x,)),)
-
-    sharded = split_fsdp_collectives(trace_joint(function, [layer.shard, layer.bias, batches[0]], "a test"))
-    assert (sharded.sharded, sharded.reduced) == ((0,), (0,))
-    parts = partition(sharded.joint)
-    for graph in (parts.forward, parts.backward):
-        assert not any(is_start(node) or is_wait(node) for node in graph.graph.nodes)
-    with torch.no_grad():
-        (whole,) = sharded.unshard.forward([layer.shard])
-        total = torch.zeros_like(whole)
-        for x in batches:
-            inputs = [whole, layer.bias, x]
-            output, *saved = parts.forward.forward(list(inputs))
-            grads = parts.backward.forward([*(inputs[n] for n in parts.read), *saved, output])
-            total += grads[0]
-        (reduced,) = sharded.reduce_grad.forward([total])
-    for x in batches:
-        output = layer(x)
-        output.backward(output.detach())
-    assert torch.equal(reduced, layer.shard.grad)  # sums of small integers: exact in any order

@@ -93,9 +93,8 @@ def as_source(action: Action) -> Action:
 
 
 def plans() -> Iterator[Plan]:
-    for name, pp_size, rounds in product(SCHEDULES, (2, 3, 4, 8), (1, 2, 4)):
-        if pp_size * rounds < 32:
-            yield make_plan(name, pp_size, rounds * pp_size)
+    for name, pp_size, rounds in product(SCHEDULES, (2, 3, 4), (1, 3)):
+        yield make_plan(name, pp_size, rounds * pp_size)
 
 
 def test_no_rank_waits_for_ever() -> None:
@@ -125,9 +124,10 @@ def test_where_messages_are_large_and_memory_is_short(name: str) -> None:
         (plan.posted_ahead, {"zbv", "combined_zb1p"}, MAY_HANG),
         ([{}] * 4, {"zbv", "combined_zb1p", "zb2p", "interleaved_zb1p", "dualpipev"}, MAY_HANG | WHEN_NEEDED),
     ):
-        assert all(ends(plan, posted_ahead, {rank}, sends_wait=True) for rank in range(4))
-        assert all(ends(plan, posted_ahead, pair, sends_wait=True) for pair in of_two) == (name not in hang_by_two)
         assert ends(plan, posted_ahead, range(4), sends_wait=True) == (name not in hang_by_all)
+        if name in hang_by_all:  # where fewer hosts wait, no more hangs
+            assert all(ends(plan, posted_ahead, pair, sends_wait=True) for pair in of_two) == (name not in hang_by_two)
+            assert all(ends(plan, posted_ahead, {rank}, sends_wait=True) for rank in range(4))
 
 
 def test_both_neighbours_early_would_wait_for_ever() -> None:

@@ -15,8 +15,8 @@ import megapipe
 from megapipe.plan import ScheduleError, Settings, find_schedule, make_plan
 
 GOLDEN = Path(__file__).with_suffix(".txt")
-ALL_SIZES = list(itertools.product(range(1, 9), (1, 2, 5, 8, 16)))
-SOME_SIZES = list(itertools.product((1, 2, 3, 5, 8), (3, 12)))
+ALL_SIZES = list(itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 5, 8)))
+SOME_SIZES = list(itertools.product((1, 3, 5), (3, 12)))
 SETTINGS: dict[str, Any] = {
     "plain": {},
     "recompute": {"settings": Settings(recompute=True)},
@@ -37,10 +37,10 @@ def lines_of(name: str) -> Iterator[str]:
     """Settings that make the same plans of a schedule with so many chunks, and a hash for each number of ranks; "-"
     where all are refused."""
     found = find_schedule(name)
-    for num_chunks in (found.num_chunks,) if found.num_chunks else (1, 2, 3):
+    for num_chunks in (found.num_chunks,) if found.num_chunks else (1, 3):
         alike: dict[str, list[str]] = {}
         for label, options in SETTINGS.items():
-            sizes = ALL_SIZES if label in ("plain", "recompute") else SOME_SIZES
+            sizes = ALL_SIZES if label == "plain" else SOME_SIZES
             alike.setdefault(hashes(name, num_chunks, sizes, options), []).append(label)
         for found_hashes, labels in alike.items():
             yield f"{name} x {num_chunks}: {', '.join(labels)}: {found_hashes}"

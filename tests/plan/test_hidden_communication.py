@@ -36,19 +36,19 @@ def test_a_pair_ends_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("name", "pp_size", "num_chunks", "of_without"),
     [
-        ("dualpipev", 4, None, (0.862, 0.791, 0.754)),
-        ("combined_1f1b", 4, 2, (0.778, 0.749, 0.732)),
-        ("combined_1f1b", 4, 4, (0.798, 0.758, 0.737)),
-        ("combined_1f1b", 1, 1, (0.741, 0.728, 0.721)),
+        ("dualpipev", 4, None, (0.862, 0.791)),
+        ("combined_1f1b", 4, 2, (0.778, 0.749)),
+        ("combined_1f1b", 4, 4, (0.798, 0.758)),
+        ("combined_1f1b", 1, 1, (0.741, 0.728)),
     ],
 )
 def test_no_step_of_pairs_is_shorter_than_this(
     name: str, pp_size: int, num_chunks: int | None, of_without: tuple[float, ...]
 ) -> None:
-    """Against the same without overlap, at 8, 16 and 32 microbatches: as a simulation of messages within actions had
+    """Against the same without overlap, at 8 and 16 microbatches: as a simulation of messages within actions had
     it, written apart from this one. It did not know that Ws fill windows of dualpipev, for half a percent."""
     without = {"dualpipev": "dualpipev"}.get(name, "interleaved_1f1b" if pp_size > 1 else "no_pipelining")
-    for m, expected in zip((8, 16, 32), of_without):
+    for m, expected in zip((8, 16), of_without):
         ratio = step(name, pp_size, m, num_chunks, True) / step(without, pp_size, m, num_chunks, False)
         assert ratio == pytest.approx(expected, abs=0.0006)
 
@@ -79,15 +79,15 @@ def test_pending_weights_hide_exchanges() -> None:
 @pytest.mark.parametrize(
     ("name", "num_chunks", "most", "expected"),
     [
-        ("zbv", None, 8.5, (1.150, 1.075, 1.037)),
-        ("interleaved_zb1p", 4, 10.0, (1.094, 1.047, 1.024)),
-        ("combined_zb1p", 4, 10.25, (1.092, 1.046, 1.023)),
+        ("zbv", None, 8.5, (1.150, 1.075)),
+        ("interleaved_zb1p", 4, 10.0, (1.094, 1.047)),
+        ("combined_zb1p", 4, 10.25, (1.092, 1.046)),
     ],
 )
 def test_one_more_pending_weight(name: str, num_chunks: int | None, most: float, expected: tuple[float, ...]) -> None:
     """On 8 ranks, with a fifth of F and B communication. The first is as a simulation written apart from this one has
     it."""
-    for m, of_ideal in zip((16, 32, 64), expected):
+    for m, of_ideal in zip((16, 32), expected):
         plan = make_plan(name, 8, m, num_chunks, settings=Settings(min_pending_weights=1))
         plan.check()
         simulation = plan.simulate(1.25, 1.25, 1.0, exchange=0.25)
@@ -98,8 +98,8 @@ def test_one_more_pending_weight(name: str, num_chunks: int | None, most: float,
 @pytest.mark.parametrize("name", ["zb1p", "zb2p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half", "v_min"])
 def test_limits_of_pending_weights(name: str) -> None:
     """Both settings only move Ws."""
-    for p in range(1, 5):
-        for m in (1, 2, 5, 9):
+    for p in range(1, 4):
+        for m in (1, 2, 7):
             own = make_plan(name, p, m)
             for settings in (
                 Settings(min_pending_weights=2),

@@ -33,7 +33,7 @@ from megapipe.plan import (
 )
 
 SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
-GRID = [(name, pp_size, m) for name in SCHEDULES for pp_size in (1, 2, 3, 4) for m in (1, 3, 4, 8)]
+GRID = [(name, *sizes) for name in SCHEDULES for sizes in ((1, 3), (2, 1), (3, 4), (4, 8))]
 
 
 # Time
@@ -123,8 +123,8 @@ def test_steps_overlap_unless_the_optimizer_waits_for_all() -> None:
 
 
 def test_large_plans() -> None:
-    plan = make_plan("interleaved_1f1b", 64, 128, 2)
-    assert plan.simulate().makespan == pytest.approx(3 * (128 + 63 / 2))
+    plan = make_plan("interleaved_1f1b", 32, 64, 2)
+    assert plan.simulate().makespan == pytest.approx(3 * (64 + 31 / 2))
 
 
 # Files
@@ -340,7 +340,7 @@ def test_bounds_of_overlapped_pairs() -> None:
     assert uneven.lower_bound <= uneven.makespan
     draw = random.Random(0)
     for pp_size, m in ((2, 5), (3, 7), (4, 8)):
-        for _ in range(20):
+        for _ in range(6):
             times = ([draw.uniform(0.3, 2.0) for _ in range(2 * pp_size)] for _ in range(3))
             simulation = make_plan("dualpipev", pp_size, m).simulate(*times, p2p=0.1, exchange=0.6 * draw.random())
             assert simulation.lower_bound <= simulation.makespan + 1e-9
@@ -394,7 +394,7 @@ def test_numbers_of_numpy() -> None:
 @pytest.mark.parametrize(("pp_size", "num_chunks"), [(4, 2), (3, 3)])
 def test_a_limit_in_flight_makes_the_largest_groups_that_fit(pp_size: int, num_chunks: int) -> None:
     """Groups grow where a small one would be left over, so not every size can be had."""
-    m = 23
+    m = 11
     peaks = []
     for size in range(pp_size, m + 1):
         grouped = make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=Settings(microbatch_group_size=size))

@@ -19,11 +19,11 @@ def costs(num_stages: int, num_chunks: int, times: tuple[float, float, float], u
 
 
 @pytest.mark.parametrize("name", SPLIT)
-@pytest.mark.parametrize(("pp_size", "m"), [(1, 3), (2, 1), (3, 5), (4, 8), (8, 9)])
+@pytest.mark.parametrize(("pp_size", "m"), [(1, 3), (2, 1), (3, 5), (4, 8)])
 def test_never_longer_and_within_the_memory(name: str, pp_size: int, m: int) -> None:
     plan = make_plan(name, pp_size, m)
     num_stages = pp_size * plan.num_chunks
-    for times, uneven in (((1.0, 1.0, 1.0), True), ((1.0, 1.4, 0.6), False), ((0.7, 1.0, 1.3), True)):
+    for times, uneven in (((1.0, 1.4, 0.6), False), ((0.7, 1.0, 1.3), True)):
         measured = costs(num_stages, plan.num_chunks, times, uneven)
         before = simulate(plan, measured)
         for extra in (0.0, pp_size / 4):
@@ -79,8 +79,7 @@ def test_no_w_has_its_place_between_the_halves_of_a_pair() -> None:
             assert pair == {at: at + 1 for at in pair}
 
 
-@pytest.mark.parametrize("times", [(1.0, 1.4, 0.6), (1.0, 1.2, 0.8)])
-@pytest.mark.parametrize("pp_size", [4, 8])
+@pytest.mark.parametrize(("pp_size", "times"), [(4, (1.0, 1.2, 0.8)), (8, (1.0, 1.4, 0.6))])
 def test_zbv_comes_closer_to_what_no_order_can_beat(pp_size: int, times: tuple[float, float, float]) -> None:
     plan = make_plan("zbv", pp_size, 2 * pp_size)
     measured = costs(2 * pp_size, 2, times, uneven=False)

@@ -7,7 +7,7 @@ import pytest
 
 from megapipe.plan import Plan, Settings, make_plan
 
-SIZES = range(2, 9)
+SIZES = (2, 3, 4, 7)
 
 
 def plans(name: str, pp_size: int, num_chunks: int | None = None) -> list[Plan]:
@@ -103,9 +103,9 @@ def test_gains_that_others_report() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb1p", "interleaved_zb1p"])
 def test_more_in_flight_hides_slow_messages(name: str) -> None:
-    plan = make_plan(name, 8, 32)
+    plan = make_plan(name, 4, 16)
     in_flight = max(plan.simulate().peak_activations)
-    wider = make_plan(name, 8, 32, settings=Settings(max_in_flight=1.5 * in_flight))
+    wider = make_plan(name, 4, 16, settings=Settings(max_in_flight=1.5 * in_flight))
     wider.check()
     assert max(wider.simulate().peak_activations) <= 1.5 * in_flight
     assert wider.simulate(p2p=0.3).makespan < 0.985 * plan.simulate(p2p=0.3).makespan
@@ -113,14 +113,14 @@ def test_more_in_flight_hides_slow_messages(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb1p", "zb2p", "interleaved_zb1p"])
 def test_any_limit_in_flight_works(name: str) -> None:
-    for p in (1, 2, 3, 5):
+    for p in (1, 2, 3):
         for m in range(1, 4 * p):
             for limit in {2 * p, 3 * p, 4 * p - 1}:
                 make_plan(name, p, m, settings=Settings(max_in_flight=limit)).check()
 
 
 @pytest.mark.parametrize("num_chunks", [2, 3, 4])
-@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@pytest.mark.parametrize("p", [2, 3, 4])
 def test_interleaved_zb1p_holds_no_more_than_zbv_where_it_must(p: int, num_chunks: int) -> None:
     """A limit below two warmup forwards per rank was refused, though one is enough."""
     for m in (p, 2 * p, 4 * p):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tools.against import mean_square, normal, step, unlabelled
-from tools.alive import Stored
 from tools.models import BATCH, HIDDEN
 from tools.ranks import on_ranks
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import megapipe
-from megapipe import PipelineStage, parallel_state, stages_for_rank
+from megapipe import PipelineStage, stages_for_rank
 from megapipe.activations import Offload, storages_of
 from megapipe.plan import (
     Action,
@@ -33,7 +32,6 @@ from megapipe.plan import (
     offload_activations,
     plan_of,
 )
-from megapipe.weight_grad import convert
 
 CHUNKS = {"looped_bfs": 2, "interleaved_1f1b": 2, "interleaved_zb1p": 2, "combined_1f1b": 2, "combined_zb1p": 2}
 TRAINING = [name for name in megapipe.schedule_names() if name not in ("inference", "no_pipelining")]
@@ -47,7 +45,7 @@ def offloaded(schedule: str, pp_size: int, m: int, copying: float = 1.0, setting
 
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_plans_are_no_longer_and_hold_less(schedule: str, tmp_path: Path) -> None:
-    for pp_size, m in ((1, 1), (2, 5), (4, 1), (4, 16), (8, 5)):
+    for pp_size, m in ((1, 1), (2, 5), (4, 9)):
         before = make_plan(schedule, pp_size, m, CHUNKS.get(schedule), settings=ONE_PENDING).simulate()
         for copying in (0.3, 1.0, 2.5):
             plan = offloaded(schedule, pp_size, m, copying)
@@ -77,7 +75,7 @@ def without_one(actions: list[Action]) -> Iterator[list[Action]]:
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_no_action_waits_for_a_copy(schedule: str) -> None:
     """An O that waited for its copy held up an L behind it, whose B then came too late."""
-    for (pp_size, m), copying in itertools.product(((2, 16), (4, 5), (4, 16)), (0.3, 1.0, 2.5)):
+    for (pp_size, m), copying in itertools.product(((2, 8), (4, 5)), (0.3, 1.0, 2.5)):
         num_stages = pp_size * find_schedule(schedule).check(pp_size, CHUNKS.get(schedule))
         settings = Settings(None, None, 0, 1, tuple(stage % 2 > 0 for stage in range(num_stages)))
         plan = offloaded(schedule, pp_size, m, copying, settings)
@@ -162,35 +160,6 @@ def test_activations_of_tensor_parallel_layers(rank: int) -> None:
         gradients.append([parameter.grad.full_tensor() for parameter in module.parameters()])
     for kept, moved in zip(*gradients):
         assert torch.equal(kept, moved)
-
-
-@on_ranks(2)
-def test_freed_when_the_plan_says(rank: int) -> None:
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    plan = offloaded("gpipe", 2, 6)
-    assert any(action.kind == "O" for action in plan.actions[rank])
-    (info,) = stages_for_rank(plan)
-    stored = convert(Stored())
-    alive: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        run_action = megapipe.runtime.pipeline.Pipeline.run
-
-        def run_and_look(pipe: Any, *args: Any) -> None:
-            run_action(pipe, *args)
-            alive.append(stored.num_alive())
-
-        patch.setattr(megapipe.runtime.pipeline.Pipeline, "run", run_and_look)
-        step(plan, PipelineStage(stored, info), unlabelled(normal(6, BATCH, HIDDEN)), mean_square)
-    held, expected = 0, []
-    back = 0  # what has come back is other memory
-    for action in plan.actions[rank]:
-        back += action.kind == "L"
-        held += {"F": 1, "O": -1, "BW": 0, "L": 0}[action.kind]
-        expected.append(held)
-    assert back == sum(action.kind == "O" for action in plan.actions[rank])
-    assert [now for now, action in zip(alive, plan.actions[rank]) if action.kind in "FO"] == [
-        now for now, action in zip(expected, plan.actions[rank]) if action.kind in "FO"
-    ]
 
 
 ALL_MOVED = plan_of(

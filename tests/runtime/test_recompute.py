@@ -369,12 +369,7 @@ def test_what_is_recomputed_in_later_steps_is_compared_too() -> None:
         return self.a(x) * torch.rand(x.shape, generator=generator) if self.training else self.a(x)
 
     def run() -> None:
-        get_forward_backward_func("gpipe")(
-            lambda items, chunk: (chunk(next(items)), lambda out: (out.square().mean(), 0)),
-            iter(torch.randn(2, BATCH, HIDDEN)),
-            chunk,
-            2,
-        )
+        step("gpipe", chunk, unlabelled(torch.randn(2, BATCH, HIDDEN)), mean_square)
 
     (info,) = stages_for_rank("gpipe", 0, 1)
     for change in ("more is recomputed", "another layer", "training"):

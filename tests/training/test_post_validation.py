@@ -178,7 +178,7 @@ def post_validated(
     ("schedules", "pp_size", "num_steps", "disturb", "seed"),
     [
         (["zbv", "zb2p"], 2, 12, False, 12),
-        (["zbv", "dualpipev"], 4, 12, True, 12),
+        (["dualpipev"], 3, 12, True, 12),
         pytest.param(["zbv", "zb2p", "1f1b"], 2, 25, False, 2, marks=pytest.mark.soak),
         pytest.param(["zbv", "interleaved_1f1b", "dualpipev"], 4, 25, True, 4, marks=pytest.mark.soak),
     ],
@@ -193,7 +193,7 @@ def test_post_validated_steps(
             assert min(kinds[kind] for kind in ("plain", "clip", "nan", "inf")) >= 2
 
 
-@pytest.mark.parametrize("pp_size", range(2, 9))
+@pytest.mark.parametrize("pp_size", [2, 3, 6])
 def test_zero_bubble_schedules_hear_of_the_norm_in_time(pp_size: int) -> None:
     """On the plan: when a rank reaches its first backward, the last rank has long ended the step before."""
     for name in ("zb2p", "zbv"):

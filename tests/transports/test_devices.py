@@ -63,7 +63,7 @@ class Stage(Received):
 
 
 def step(
-    schedule: str, chunks: list[Stage], place: Any, num_microbatches: int = 8, length: int = 3, **options: Any
+    schedule: str, chunks: list[Stage], place: Any, num_microbatches: int = 4, length: int = 3, **options: Any
 ) -> Any:
     generator = torch.Generator().manual_seed(9)
     inputs = [torch.randint(-1, 2, (length, 1, WIDTH), generator=generator).double() for _ in range(num_microbatches)]
@@ -90,7 +90,7 @@ def assert_same(chunks: list[Stage], expected: list[Stage], read: Any, what: str
         assert_same_gradients([theirs], on_host, what)
 
 
-IN_SHORT = [(2, "nccl", ["zbv", "dualpipev"]), (2, "host", ["zbv"]), (4, "nccl", ["1f1b", "interleaved_1f1b"])]
+IN_SHORT = [(2, "nccl", ["1f1b", "dualpipev"]), (2, "host", ["interleaved_1f1b"]), (3, "nccl", ["zbv"])]
 """Every kind, one of them over the other transport; all of them are a soak."""
 ALL = [(num_ranks, transport, SCHEDULES) for num_ranks in (2, 4) for transport in TRANSPORTS]
 CASES = pytest.mark.parametrize(
@@ -103,10 +103,10 @@ CASES = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("transport", "length", "lookahead", "schedules"),
     [
-        ("nccl", 3, 1, ["1f1b", "zbv"]),
-        ("nccl", 2**16, 1, ["zb2p", "interleaved_1f1b", "dualpipev"]),
+        ("nccl", 3, 1, ["zbv"]),
+        ("nccl", 2**16, 1, ["interleaved_1f1b", "dualpipev"]),
         ("nccl", 2**16, None, ["1f1b", "v_half"]),
-        ("host", 2**16, None, ["interleaved_1f1b", "zbv"]),
+        ("host", 2**16, None, ["zbv"]),
     ],
 )
 @on_ranks(2)
@@ -139,8 +139,8 @@ def test_a_device_wide_wait_within_a_step_ends(
 @on_ranks(2)
 def test_nothing_sent_is_held_when_a_step_returns(rank: int, transport: str) -> None:
     """Sent tensors were kept until the host had seen their sends complete, at the next send of any channel. The host
-    runs ahead of the device, so at the end of a step six of eight outputs were still there."""
-    for schedule in ("1f1b", "interleaved_1f1b", "zbv"):
+    runs ahead of the device, so at the end of a step most outputs were still there."""
+    for schedule in ("1f1b", "zbv"):
         chunks = build(schedule, 2, transport)
         outputs: list[Any] = []
         with on_lazy_device(chunks) as lazy:
@@ -148,7 +148,7 @@ def test_nothing_sent_is_held_when_a_step_returns(rank: int, transport: str) -> 
                 chunk.register_forward_hook(lambda _, inputs, output, seen=outputs: seen.append(weakref.ref(output)))
             step(schedule, chunks, lazy.device.to_device)
             gc.collect()
-            assert len(outputs) == 8 * len(chunks)
+            assert len(outputs) == 4 * len(chunks)
             assert not [output for output in outputs if output() is not None], schedule
 
 
@@ -266,25 +266,19 @@ def test_how_long_messages_take(rank: int, schedule: str, link: str, lookahead: 
         assert taken == pytest.approx(times[-1].end + exposed * num_exposed)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@on_ranks()
-def test_many_chunks_take_no_more_of_a_device(rank: int, num_ranks: int) -> None:
+@on_ranks(3)
+def test_many_chunks_take_no_more_of_a_device(rank: int) -> None:
     """Each boundary had communicators of its own, with a receive posted on each at all times. With eight chunks their
     kernels held every multiprocessor, and two of them shared one of the 32 streams, so that neither could go on."""
-    num_chunks = 8
-    from fakes import nccl_like
-
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(num_ranks, virtual_pipeline_model_parallel_size=num_chunks)
-    chunks = build("interleaved_1f1b", num_ranks, "nccl")
+    parallel_state.initialize_model_parallel(3, virtual_pipeline_model_parallel_size=4)
+    chunks = build("interleaved_1f1b", 3, "nccl")
     with on_lazy_device(chunks) as lazy:
-        nccl_like.MOST_OCCUPIED = 0
-        step("interleaved_1f1b", chunks, lazy.device.to_device)
+        lazy.nccl.MOST_OCCUPIED = 0
+        step("interleaved_1f1b", chunks, lazy.device.to_device, 3)
         lazy.device.synchronize()
-        num_neighbours = 1 if num_ranks == 2 else 2
-        assert len(nccl_like.COMMUNICATORS) == 2 * num_neighbours
-        assert nccl_like.MOST_OCCUPIED == 1  # a receive at a time: sends are small
-        for communicator in nccl_like.COMMUNICATORS:
+        assert len(lazy.nccl.COMMUNICATORS) == 4  # two for each neighbour
+        assert lazy.nccl.MOST_OCCUPIED == 1  # a receive at a time: sends are small
+        for communicator in lazy.nccl.COMMUNICATORS:
             assert communicator.options.is_high_priority_stream
             assert communicator.options.config.max_ctas <= 4
 
@@ -300,27 +294,31 @@ def failing_at(rank: int, number: int) -> Callable[[], None]:
     return fail
 
 
+@pytest.mark.parametrize(("schedule", "number", "length"), [("zbv", 7, 2**16), ("1f1b", 5, 3)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
-def test_a_failure_is_told_while_messages_occupy_the_device(rank: int, transport: str) -> None:
-    """Communicators were aborted one after the other. The first abort waited for the device, which waited for what the
-    second communicator had there: the failed rank hung before it could show its error."""
-    fail = failing_at(rank, 7)
-    chunks = build("zbv", 2, transport)
+def test_a_failure_is_known_before_weights_change(
+    rank: int, transport: str, schedule: str, number: int, length: int
+) -> None:
+    """A rank whose host had left the step before another one failed went on to its optimizer, and heard of the failure
+    in the next step: the weights had been changed by then, with gradients of messages that had never come.
+
+    While messages occupied the device, communicators were aborted one after the other. The first abort waited for the
+    device, which waited for what the second communicator had there: the failed rank hung before it could show its
+    error."""
+    fail = failing_at(rank, number)
+    chunks = build(schedule, 2, transport)
     with on_lazy_device(chunks) as lazy:
         for chunk in chunks:
             chunk.disturb = fail
 
-        def steps() -> None:
-            while True:
-                step("zbv", chunks, lazy.device.to_device, length=2**16)
+        def one_step() -> None:
+            step(schedule, chunks, lazy.device.to_device, length=length)
+            check_failures()
 
-        if rank == 1:
-            with pytest.raises(MemoryError):
-                steps()
-        else:
-            with pytest.raises(PipelineError, match=r"rank 1 failed at .*MemoryError"):
-                steps()
+        text = "^$" if rank == 1 else r"rank 1 failed at .*MemoryError"
+        with pytest.raises(MemoryError if rank == 1 else PipelineError, match=text):
+            one_step()
         lazy.device.synchronize()
 
 
@@ -464,26 +462,6 @@ def test_a_time_limit_holds_where_only_the_device_waits(rank: int, transport: st
         lazy.device.synchronize()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(2)
-def test_a_failure_is_known_before_weights_change(rank: int, transport: str) -> None:
-    """A rank whose host had left the step before another one failed went on to its optimizer, and heard of the failure
-    in the next step: the weights had been changed by then, with gradients of messages that had never come."""
-    fail = failing_at(rank, 5)
-    chunks = build("1f1b", 2, transport)
-    with on_lazy_device(chunks) as lazy:
-        for chunk in chunks:
-            chunk.disturb = fail
-
-        def one_step() -> None:
-            step("1f1b", chunks, lazy.device.to_device)
-            check_failures()
-
-        with pytest.raises(MemoryError if rank == 1 else PipelineError):
-            one_step()
-        lazy.device.synchronize()
-
-
 @on_ranks(2)
 def test_a_message_never_arrives_by_an_error(rank: int) -> None:
     """Between nodes NCCL hears that a rank is gone, and torch then counts its messages as completed, while the device
@@ -539,7 +517,7 @@ def test_a_step_on_another_stream(rank: int) -> None:
         assert_same(chunks, expected, lazy.device.to_host)
 
 
-@pytest.mark.parametrize(("transport", "schedule"), [("host", "zbv"), ("nccl", "interleaved_1f1b"), ("nccl", "zbv")])
+@pytest.mark.parametrize(("transport", "schedule"), [("host", "zbv"), ("nccl", "interleaved_1f1b")])
 @on_ranks(2)
 def test_headers_keep_their_order(rank: int, transport: str, schedule: str) -> None:
     """Those of lengths that vary, and of messages whose sizes are known: of a frozen stage, found in a first step,
@@ -551,7 +529,7 @@ def test_headers_keep_their_order(rank: int, transport: str, schedule: str) -> N
         assert_same(varying, expected, lazy.device.to_host, schedule)
     expected, chunks = build(schedule, 2, transport), build(schedule, 2, transport, hidden_size=None)
     with on_lazy_device(chunks) as lazy:
-        for is_trained in (False, False, True, True):
+        for is_trained in (False, True, True):
             for chunk in (*expected, *chunks):
                 chunk.requires_grad_(is_trained or chunk.info.index > 1)
             step(schedule, expected, lambda x: x)
@@ -634,10 +612,10 @@ def test_events_are_used_again(rank: int, transport: str) -> None:
             check_failures()
             counts.append(lazy.cuda.NUM_EVENTS)
         timeline = recorder.gather()
-    assert counts[1] - counts[0] > 2 * 16  # meanwhile there are two records
-    assert counts[-1] - counts[1] <= 16  # not even one for each message of a step
+    assert counts[1] - counts[0] > 2 * 8  # meanwhile there are two records
+    assert counts[-1] - counts[1] <= 8  # not even one for each message of a step
     for one in timeline.steps[0]:
-        assert len(one.spans) == 16
+        assert len(one.spans) == 8
         times = [time for span in one.spans for time in (span.start, span.end)]
         assert times == sorted(times)
 
@@ -649,8 +627,8 @@ def test_events_of_a_microbatch(rank: int) -> None:
     with on_lazy_device(chunks) as lazy:
         step("1f1b", chunks, lazy.device.to_device)
         before = lazy.cuda.NUM_RECORDS, lazy.cuda.NUM_WAITS
-        step("1f1b", chunks, lazy.device.to_device, num_microbatches=8)
-        num_received = 8 * (2 if rank == 1 else 1)
+        step("1f1b", chunks, lazy.device.to_device)
+        num_received = 4 * (2 if rank == 1 else 1)
         assert lazy.cuda.NUM_RECORDS - before[0] == 2 * num_received  # 4 for each microbatch of the inner rank
         assert before[1] == lazy.cuda.NUM_WAITS
         lazy.device.synchronize()

@@ -340,8 +340,8 @@ def test_at_most_one_message_is_received_early(schedule: str) -> None:
     """On NCCL a receive occupies multiprocessors until its message has come. Neighbours share one communicator for each
     direction, which receives one message at a time, in the order in which they are sent. So what comes before it is
     needed takes memory, but nothing else."""
-    for pp_size, num_chunks, num_slices in itertools.product((2, 3, 8), (1, 2, 4), (1, 3)):
-        for num_microbatches in (1, pp_size, 2 * pp_size + 1, 4 * pp_size):
+    for pp_size, num_chunks, num_slices in itertools.product((2, 4), (1, 2, 3), (1, 3)):
+        for num_microbatches in (1, 2 * pp_size + 1):
             with contextlib.suppress(ValueError):  # the schedule does not exist for these sizes
                 plan = make_plan(schedule, pp_size, num_microbatches, num_chunks, num_slices=num_slices)
                 assert most_received_early(plan) <= 1
