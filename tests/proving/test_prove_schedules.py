@@ -37,20 +37,23 @@ def out_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 
 @against_torch
-def test_a_schedule_that_is_right(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_schedule_that_is_right(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(schedule_proof, "RANKS", [3])
     status, out = out_of(capsys, "zbv", "--save", str(tmp_path / "zbv.md"), str(tmp_path / "zbv.json"))
     assert status == 0
     assert "zbv: right on paper 144 sizes cannot hang: p up to 8, m up to 32" in out
-    assert "what one process does, to the last bit: 3 and 4 microbatches on 2 ranks, 5 and 8 microbatches on 4" in out
+    assert "what one process does, to the last bit: 4 and 6 microbatches on 3 ranks" in out
     assert "in torch the same, to the last bit, by torch's _PipelineScheduleRuntime" in out
-    assert "zbv (this) 25.5 5.9% 4 96" in out
+    assert "zbv (this) 19 5.3% 3 48" in out
     assert "![The schedule zbv](zbv.svg)" in (tmp_path / "zbv.md").read_text()
     assert (tmp_path / "zbv.svg").read_text().startswith("<?xml")
     saved = json.loads((tmp_path / "zbv.json").read_text())
     assert saved["is_right"]
     assert saved["sizes"] == {"right": 144, "refused": 0, "wrong": 0}
-    assert [one["same"]["gradient"] for one in saved["torchs"]] == [[66, 66], [114, 114]]
-    assert saved["held"] == pytest.approx([4.0] * 4, abs=1.1)  # of the plan; receives are posted ahead
+    assert [one["same"]["gradient"] for one in saved["torchs"]] == [[90, 90]]
+    assert saved["held"] == pytest.approx([3.0] * 3, abs=1.1)  # of the plan; receives are posted ahead
 
 
 @against_torch
