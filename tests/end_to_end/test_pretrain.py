@@ -217,7 +217,7 @@ def test_what_it_prints_and_writes(ranks: RankPool, text: str, tmp_path: Path) -
     output, nothing = ranks.run(2, printed, f"{text} {options}")
     assert not nothing
     lines = output.splitlines()
-    assert lines[0].startswith("4 layers of 16 on 2 ranks: 2 stages x 1 replicas, schedule 1f1b, 8 microbatches")
+    assert lines[0].startswith("4 layers of 16 on 2 ranks: 2 stages x 1 replicas, schedule 1f1b, 4 microbatches")
     assert "validation loss" in output
     assert re.fullmatch(r"loss .* tokens/s, at most \d+\.\d\d GiB a rank", lines[-3])
     part = r"-?[\d.]+% "
@@ -229,7 +229,7 @@ def test_what_it_prints_and_writes(ranks: RankPool, text: str, tmp_path: Path) -
     assert lines[-2].startswith("saved")
     timeline = load_timeline(timeline_path)
     assert timeline is not None
-    assert timeline.plan.actions == make_plan("1f1b", 2, 8).actions
+    assert timeline.plan.actions == make_plan("1f1b", 2, 4).actions
     assert len(timeline.steps) == 2
     assert read_position(tmp_path).step == 2
 
