@@ -78,16 +78,16 @@ def test_a_long_step_is_played_in_part() -> None:
 
 
 def test_what_is_found_fits_and_is_sorted() -> None:
-    found, smallest = fit(job_of(SMALL, 16, memory=8e9), top=5)
+    found, smallest = fit(job_of(SMALL, 8, memory=8e9), top=5)
     assert smallest is None
     assert len(found) == 5
     assert [one.step for one in found] == sorted(one.step for one in found)
     for one in found:
         layout = one.layout
-        assert layout.pp * layout.dp * layout.tp == 16
+        assert layout.pp * layout.dp * layout.tp == 8
         assert one.peak <= 7.2e9
         assert sum(one.shares.values()) == pytest.approx(1, abs=1e-6)
-    unsplit, _ = fit(job_of(SMALL, 16, memory=8e9), top=5, may_split=False)
+    unsplit, _ = fit(job_of(SMALL, 8, memory=8e9), top=5, may_split=False)
     assert {one.layout.schedule for one in unsplit} <= {"1f1b", "interleaved_1f1b", "no_pipelining"}
     assert unsplit[0].step >= found[0].step
 
@@ -141,15 +141,11 @@ def test_unequal_devices_get_unequal_layers() -> None:
     found, _ = fit(replace(job, model=decoder(6, 1024, 16, 32000, gated=True), batch=4), top=20, may_split=False)
     assert {one.layout.pp for one in found} == {1, 2, 4}
     # Stages without layers, whose copies take no time.
-    long = replace(
-        job,
-        model=decoder(16, 1024, 16, 32000, gated=True),
-        batch=64,
-        memory=24e9,
-        speeds=[1, 0.6, 1, 0.8],
-        host_bandwidth=1e9,
+    job = replace(job, model=decoder(8, 1024, 16, 32000, gated=True), batch=16, memory=24e9, speeds=[1, 0.6, 1, 0.8])
+    assert (
+        estimate(replace(job, host_bandwidth=1e9), Layout(4, 1, 1, 1, 1, "interleaved_1f1b", 4, 1, "offloaded")).step
+        > 0
     )
-    assert estimate(long, Layout(4, 1, 1, 1, 1, "interleaved_1f1b", 4, 1, "offloaded")).step > 0
 
 
 def test_a_layout_of_ones_own() -> None:
