@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -275,18 +274,6 @@ def test_the_typical_step_is_of_median_length() -> None:
     steps = [as_measured(make_plan("1f1b", 2, 4).simulate(p2p=p2p), start=100.0) for p2p in (2.0, 0.0, 0.5)]
     typical = Timeline("1f1b", steps).typical_step
     assert [rank.spans for rank in typical] == make_plan("1f1b", 2, 4).simulate(p2p=0.5).spans
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_split_adds_up(schedule: str) -> None:
-    random.seed(1)
-    plan = make_plan(schedule, 4, 6)
-    stages = 4 * plan.num_chunks
-    steps = []
-    for start in (0.0, 100.0, 200.0):
-        forward, inputs, weights = ([random.uniform(0.5, 2.0) for _ in range(stages)] for _ in range(3))
-        steps.append(as_measured(plan.simulate(forward, inputs, weights, p2p=0.2), start, pause=0.05))
-    check_split(Timeline(schedule, steps))
 
 
 def test_costs_and_prediction() -> None:
