@@ -1,4 +1,4 @@
-"""Names that are imported when they are used, without the sources that say where they lie.
+"""Names that are imported when they are used.
 
 `python tests/test_first_use.py` writes megapipe/names.py anew.
 """
@@ -6,11 +6,7 @@
 from __future__ import annotations
 
 import ast
-import compileall
 import pprint
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,19 +43,6 @@ def names_for_types() -> dict[str, dict[str, str]]:
 
 def test_names_are_those_that_type_checkers_see() -> None:
     assert names_for_types() == NAMES, "run `python tests/test_first_use.py`, then `make lint`"
-
-
-def test_a_package_without_sources(tmp_path: Path) -> None:
-    """An installation of compiled files only raised a TypeError at the first name: sources were parsed for it."""
-    shutil.copytree(PACKAGE, tmp_path / "megapipe", ignore=shutil.ignore_patterns("__pycache__"))
-    assert compileall.compile_dir(tmp_path / "megapipe", quiet=1, legacy=True)
-    for source in tmp_path.rglob("*.py"):
-        source.unlink()
-    code = "import megapipe; print(megapipe.__file__, *(getattr(megapipe, name) for name in megapipe.__all__))"
-    command = [sys.executable, "-c", f"{code}; from megapipe.checkpoint import Checkpointer"]
-    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(tmp_path / "megapipe" / "__init__.pyc"))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Imports go one way, down the levels of CONTRIBUTING's map, and into a room only by its `__init__`."""
 
 import ast
+import functools
 import importlib
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,19 +19,28 @@ LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
+@functools.cache
+def all_nodes(file: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse((PACKAGE / file).read_text()))]
+
+
 def nodes(file: Path, kind: type[ast.AST]) -> list[Any]:
-    return [node for node in ast.walk(ast.parse((PACKAGE / file).read_text())) if isinstance(node, kind)]
+    return [node for node in all_nodes(file) if isinstance(node, kind)]
 
 
-def imports_of(file: Path) -> Iterator[tuple[str, ...]]:
+@functools.cache
+def imports_of(file: Path) -> list[tuple[str, ...]]:
     """The modules of megapipe that a file imports, or imports from: ("plan",) or ("stages", "hooks")."""
+    found = []
     for node in nodes(file, ast.ImportFrom):
         if node.level:
             base = file.parent.parts[: len(file.parent.parts) + 1 - node.level]
             path = (*base, *(node.module.split(".") if node.module else ()))
             module = importlib.import_module(".".join(("megapipe", *path)))
             for alias in node.names:
-                yield (*path, alias.name) if isinstance(getattr(module, alias.name, None), ModuleType) else path
+                is_module = isinstance(getattr(module, alias.name, None), ModuleType)
+                found.append((*path, alias.name) if is_module else path)
+    return found
 
 
 def test_imports_go_down_and_through_the_front() -> None:

@@ -69,7 +69,7 @@ def test_long_pictures_are_bounded(tmp_path: Path) -> None:
     """A step of 128 microbatches was drawn in 4800 pixels. In less it has no room for numbers."""
     path, text = tmp_path / "plan.png", tmp_path / "plan.svg"
     for num_microbatches in (8, 128):
-        plan = make_plan("1f1b", 4, num_microbatches)
+        plan = make_plan("1f1b", 2, num_microbatches)
         save_picture(plan, plan.simulate(), text)
         assert (">7</text>" in text.read_text()) == (num_microbatches == 8)
     save_picture(plan, plan.simulate(), path)

@@ -16,18 +16,16 @@ from megapipe.plan import Plan, Settings, StageBytes, StageInfo, make_plan
 from megapipe.timing import LiveStorages
 from megapipe.weight_grad import convert
 
-SIZE, ROWS, M = 64, 256, 6
+SIZE, ROWS, M, PP = 64, 256, 4, 3
 
 
 class Layers(torch.nn.Module):
     def __init__(self, info: StageInfo, end: str) -> None:
         super().__init__()
         self.end = end
-        layers = (
+        self.layers = convert(
             torch.nn.Sequential(torch.nn.LayerNorm(SIZE), torch.nn.Linear(SIZE, SIZE), torch.nn.GELU())
-            for _ in range(2)
         )
-        self.layers = convert(torch.nn.Sequential(*layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers(x)
@@ -50,9 +48,9 @@ def test_a_stage_alone() -> None:
     found, real = (bytes_of_stages(make_stage, 3, forward_step, microbatch, fake=fake) for fake in (True, False))
     assert found == real
     unit = ROWS * SIZE * 4
-    weights = 2 * (2 * SIZE + SIZE * SIZE + SIZE) * 4
+    weights = (2 * SIZE + SIZE * SIZE + SIZE) * 4
     assert isinstance(found.saved, list)
-    assert found.saved[1] == pytest.approx(2 * 3 * unit + 2 * 2 * ROWS * 4)
+    assert found.saved[1] == pytest.approx(3 * unit + 2 * ROWS * 4)
     assert found.message == [unit, unit, 0]
     assert found.model == [4 * weights] * 3
 
@@ -88,7 +86,7 @@ def test_live_storages() -> None:
 
 
 def measure(rank: int, name: str, recompute: str | None, end: str = "contiguous") -> list[int]:
-    megapipe.parallel_state.initialize_model_parallel(4, 2 if name == "interleaved_1f1b" else None)
+    megapipe.parallel_state.initialize_model_parallel(PP, 2 if name == "interleaved_1f1b" else None)
     chunks = [make_stage(info, recompute, end) for info in megapipe.stages_for_rank(name)]
     chunks[0].config.record_timeline = recorder = TimelineRecorder(num_steps=1, memory=True)
     train = megapipe.get_forward_backward_func(name)
@@ -104,11 +102,11 @@ def measure(rank: int, name: str, recompute: str | None, end: str = "contiguous"
 def test_a_run_takes_the_bytes_of_its_plan(ranks: RankPool, name: str, recompute: str | None) -> None:
     """When a send is over, and its message is freed, depends on the moment: so some messages lie between the two."""
     settings = Settings(recompute=recompute is not None)
-    plan = make_plan(name, 4, M, 2 if name == "interleaved_1f1b" else None, settings=settings)
+    plan = make_plan(name, PP, M, 2 if name == "interleaved_1f1b" else None, settings=settings)
     make = functools.partial(make_stage, recompute=recompute)
-    stages = bytes_of_stages(make, 4 * plan.num_chunks, forward_step, torch.randn(ROWS, SIZE))
+    stages = bytes_of_stages(make, PP * plan.num_chunks, forward_step, torch.randn(ROWS, SIZE))
     predicted = plan.simulate(memory=stages).memory or ()
-    measured = ranks.run(4, measure, name, recompute)[0]
+    measured = ranks.run(PP, measure, name, recompute)[0]
     for rank, peak in zip(predicted, measured):
         assert 0 <= rank.peak - rank.model - peak + 0.02 * peak <= rank.parts["messages"] + 0.02 * peak
 
@@ -117,10 +115,10 @@ def test_a_run_takes_the_bytes_of_its_plan(ranks: RankPool, name: str, recompute
 def test_a_rank_without_r_holds_its_output_once(ranks: RankPool, end: str) -> None:
     """Where the chunk's end saves its output, and so does the loss, an R makes a second one. The last rank of 1F1B has
     no R, and was counted as if it had one: 6 to 11 % too many."""
-    plan = make_plan("1f1b", 4, M, settings=Settings(recompute=True))
+    plan = make_plan("1f1b", PP, M, settings=Settings(recompute=True))
     make = functools.partial(make_stage, recompute="all", end=end)
-    last = (plan.simulate(memory=bytes_of_stages(make, 4, forward_step, torch.randn(ROWS, SIZE))).memory or ())[-1]
-    assert last.peak - last.model == pytest.approx(ranks.run(4, measure, "1f1b", "all", end)[0][-1], rel=0.05)
+    last = (plan.simulate(memory=bytes_of_stages(make, PP, forward_step, torch.randn(ROWS, SIZE))).memory or ())[-1]
+    assert last.peak - last.model == pytest.approx(ranks.run(PP, measure, "1f1b", "all", end)[0][-1], rel=0.05)
 
 
 # Beside each other

@@ -8,11 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tools.ranks import PATIENCE, RankPool
+from tools.ranks import PATIENCE
 
 from megapipe.plan import Action, plan_of
 
@@ -124,20 +123,6 @@ def test_they_run(tmp_path: Path, command: str, check: Callable[[Tables], None] 
     assert all(rows for rows in tables.values())
     if check is not None:
         check(tables)
-
-
-def waiting_receives(rank: int) -> Any:
-    sys.path.append(str(ROOT))
-    from benchmarks import gpu, gpu_stages
-
-    return gpu_stages.measure(rank, gpu.parse([*GPU.split(), "--layers", "1", "--captures", "eager"]))
-
-
-def test_gpu_benchmark_of_waiting_receives(ranks: RankPool) -> None:
-    ((waiting, captured),) = ranks.run(1, waiting_receives)
-    assert [row[0] for row in waiting[3]] == ["0", "1", "4", "16", "32"]
-    assert waiting[3][0][2::2] == ["1.000"] * 3
-    assert [row[0] for row in captured[3]] == ["eager"]
 
 
 def test_gpu_benchmark_is_skipped_with_a_reason(

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import megapipe
 from megapipe import StageInfo, parallel_state
-from megapipe.overlap import filling_windows, in_segments
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -230,32 +229,6 @@ def test_equal_to_no_pipelining(ranks: RankPool) -> None:
             assert len(ours) == len(theirs) == num_microbatches * 2 * 5
             for (our_output, our_input, _), (their_output, their_input, _) in zip(ours, theirs):
                 assert (our_output[1], our_input[1]) == (their_input[0], their_output[0])
-
-
-@on_ranks(2)
-def test_equal_when_overlapped(rank: int) -> None:
-    """Two microbatches, the second one's forward in the overlap windows of the first one's backward."""
-    parallel_state.initialize_model_parallel(1, expert_model_parallel_size=2)
-    grads = []
-    for is_overlapped in (False, True):
-        (model,) = build([StageInfo(0, 1)], 1)
-        (first, labels), (second, _) = batches(rank, 2)
-        loss = F.cross_entropy(model(first).flatten(0, 1), labels.flatten())
-        if is_overlapped:
-            segments = in_segments(model, second)
-            are_left = []
-            segments.advance()
-            with filling_windows(lambda segments=segments, are_left=are_left: are_left.append(segments.advance())):
-                loss.backward()
-            assert are_left == [True] * 7 + [False]  # a window each time that one of 4 layers waits, twice each
-            output = segments.finish()
-        else:
-            loss.backward()
-            output = model(second)
-        output.sin().sum().backward()
-        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, grad in grads[0].items():
-        assert torch.equal(grad, grads[1][name]), name
 
 
 @on_ranks(2)

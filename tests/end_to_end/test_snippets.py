@@ -1,8 +1,8 @@
 """Every snippet of the README and of the pages runs, and what it shows is what comes out.
 
-The Python blocks of a page run one after the other on 4 ranks, in one namespace. Blocks in HTML comments
-(`<!-- python`) run too: they are what a reader has already. A page that does not begin with one continues the script
-of the ten steps.
+The Python blocks of a page run one after the other, in one namespace: on 4 ranks where the page counts them, on 2 with
+a pipeline that is half as long on all others. Blocks in HTML comments (`<!-- python`) run too: they are what a reader
+has already. A page that does not begin with one continues the script of the ten steps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,9 @@ from tools.ranks import RankPool
 from megapipe.analysis import cli
 
 ROOT = Path(__file__).parents[2]
-NUM_RANKS = 4
 PAGES = [ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = ROOT / "README.md"  # test_readme.py runs its script
-MEGATRON = find_spec("megatron") is not None, "make test installs megatron-core"
-NEEDS = {  # whether it is there, and where it comes from
-    "docs/tutorials/from_megatron.md": MEGATRON
-}
+ON_FOUR = ("data_parallelism", "errors", "own_model", "from_megatron", "from_torch", "own_schedule", "ten_steps")
 
 CHECKED = ("docs/index.md", "docs/tensor_parallel.md")
 """Pages whose first script other tests run, and see that it trains: test_readme.py and test_tensor_parallel.py."""
@@ -81,11 +77,8 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def pages_with(select: Callable[[Path], Any]) -> Iterator[Any]:
-    for page in PAGES:
-        if select(page):
-            is_there, reason = NEEDS.get(name(page), (True, ""))
-            yield pytest.param(page, id=name(page), marks=pytest.mark.skipif(not is_there, reason=reason))
+def pages_with(select: Callable[[Path], Any]) -> list[Any]:
+    return [pytest.param(page, id=name(page)) for page in PAGES if select(page)]
 
 
 def setup() -> Block:
@@ -96,6 +89,8 @@ def setup() -> Block:
 
 def run_on_rank(rank: int, blocks: list[Block], page: str, folder: Path) -> list[str]:
     """What each block prints. The process group is the worker's."""
+    import torch.distributed as dist
+
     import megapipe
     from megapipe.plan import registry
 
@@ -107,6 +102,7 @@ def run_on_rank(rank: int, blocks: list[Block], page: str, folder: Path) -> list
             warnings.simplefilter("ignore", megapipe.TrainingWarning)
             for block in blocks:
                 text = re.sub(r"dist\.(init|destroy)_process_group\(.*\)", "pass", block.text)
+                text = text.replace("parallel_size=4", f"parallel_size={dist.get_world_size()}")
                 printed = io.StringIO()
                 with contextlib.redirect_stdout(printed):
                     exec(compile("\n" * block.line + text, page, "exec", dont_inherit=True), names)
@@ -132,12 +128,14 @@ def without_names(text: str) -> str:
     return re.sub(r"^rank \d waited", "a rank waited", text.rstrip())
 
 
-@pytest.mark.parametrize("page", list(pages_with(snippets_of)))
+@pytest.mark.parametrize("page", pages_with(snippets_of))
 def test_snippets_run(ranks: RankPool, page: Path, tmp_path: Path) -> None:
+    if page.stem == "from_megatron" and find_spec("megatron") is None:
+        pytest.skip("make test installs megatron-core")
     blocks = snippets_of(page)
     continues = page.stem != "ten_steps" and not any(block.is_hidden for block in blocks[:1])
     before = [setup()] if continues else []
-    outputs = ranks.run(NUM_RANKS, run_on_rank, before + blocks, str(page), tmp_path)
+    outputs = ranks.run(4 if page.stem in ON_FOUR else 2, run_on_rank, before + blocks, str(page), tmp_path)
     for number, block in enumerate(blocks, start=len(before)):
         if block.output is not None:
             printed = {without_names(output[number]) for output in outputs}
@@ -148,13 +146,13 @@ def unchecked_scripts_of(page: Path) -> list[Block]:
     return scripts_of(page)[name(page) in CHECKED :]
 
 
-@pytest.mark.parametrize("page", list(pages_with(unchecked_scripts_of)))
+@pytest.mark.parametrize("page", pages_with(unchecked_scripts_of))
 def test_whole_scripts_run(ranks: RankPool, page: Path, tmp_path: Path) -> None:
     for script in unchecked_scripts_of(page):
-        ranks.run(NUM_RANKS, run_on_rank, [script], str(page), tmp_path)
+        ranks.run(4, run_on_rank, [script], str(page), tmp_path)
 
 
-@pytest.mark.parametrize("page", list(pages_with(doctests_of)))
+@pytest.mark.parametrize("page", pages_with(doctests_of))
 def test_prompts_answer_as_shown(page: Path) -> None:
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     text = "".join(block.text for block in doctests_of(page))

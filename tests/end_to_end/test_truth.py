@@ -5,14 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from cases.rows import ROWS
-from tools.ranks import on_ranks
-from torch import Tensor, nn
 
 import megapipe
 from megapipe.analysis.bubble import BubbleSplit
@@ -21,14 +16,6 @@ from megapipe.plan import find_schedule
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "examples/README.md", *sorted(DOCS.rglob("*.md"))]
-HAS_MEGATRON = pytest.mark.skipif(
-    __import__("importlib.util").util.find_spec("megatron") is None, reason="make test installs megatron-core"
-)
-
-
-def text_of(page: str) -> str:
-    """In one line."""
-    return " ".join((DOCS / page).read_text().split())
 
 
 def test_what_pip_installs_is_there() -> None:
@@ -46,7 +33,7 @@ def test_captured_stages_name_the_versions_of_the_readme() -> None:
         r"torch ([\d., and]+\d)", (ROOT / "README.md").read_text().partition("**What it was run on:**")[2]
     )
     assert run_on is not None
-    assert f"It was tested on {run_on[1]}." in text_of("backward.md")
+    assert f"It was tested on {run_on[1]}." in " ".join((DOCS / "backward.md").read_text().split())
 
 
 def test_the_example_prints_all_causes_of_the_bubble() -> None:
@@ -139,31 +126,3 @@ def test_the_benchmarks_in_short_are_those_of_the_tables() -> None:
                 _, _, ideal, *_, of_plan, _, _ = measured[f"{library} {schedule}"]
                 assert ideal.split()[0] == step
                 assert of_plan.strip() == plan or library != "megapipe"
-
-
-@HAS_MEGATRON
-@on_ranks(1)
-def test_megatron_divides_the_reported_loss(rank: int) -> None:
-    """In place, by the microbatches, where the report shares its memory; ours is 8 times as large with 8 of them."""
-    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
-
-    def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = output.mean()
-        return loss, {"detached": loss.detach(), "cloned": loss.clone().detach()}
-
-    config = SimpleNamespace(timers=None, calculate_per_token_loss=False)
-    theirs: list[Any] = []
-    output = torch.tensor([3.0], requires_grad=True)
-    forward_step_calc_loss(None, output, loss_func, config, None, False, 8, theirs, cp_group_size=1, is_last_stage=True)
-    assert theirs[0] == {"detached": 3 / 8, "cloned": 3.0}
-
-    megapipe.parallel_state.initialize_model_parallel(1)
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 3.0)
-    ours = megapipe.get_forward_backward_func("no_pipelining")(
-        lambda data, chunk: (chunk(next(data)), loss_func), iter(torch.ones(8, 1, 1)), model, 8
-    )
-    assert ours[0] == {"detached": 3.0, "cloned": 3.0}
-    tutorial = text_of("tutorials/from_megatron.md")
-    assert "with 8 microbatches Megatron's report is 1/8 of the loss" in tutorial
-    assert "hidden_dropout=0, attention_dropout=0" in tutorial.partition("## 2.")[0]

@@ -8,7 +8,7 @@ from fuzz import forwards
 from fuzz.forwards import WAYS, Forward, draw_forward, run_forward
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(4))
 def test_right_or_refused(number: int) -> None:
     assert run_forward(draw_forward(1, number)) is None
 

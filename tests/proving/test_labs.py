@@ -11,7 +11,7 @@ import pytest
 from megapipe.analysis import as_text
 from megapipe.analysis.command_options import import_schedule
 from megapipe.plan import make_plan, registry
-from megapipe.proving import check_sizes
+from megapipe.proving import check_sizes, schedule_proof
 
 LABS = Path(__file__).parents[2] / "labs"
 sys.path.append(str(LABS))
@@ -56,5 +56,6 @@ def test_pages_and_holes(lab: str) -> None:
 
 
 @pytest.mark.parametrize("lab", ["gpipe", *(pytest.param(lab, marks=pytest.mark.soak) for lab in check.LABS[1:])])
-def test_solutions_and_mistakes(lab: str) -> None:
+def test_solutions_and_mistakes(lab: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_proof, "RANKS", (2,))  # `make labs` takes 4, too
     assert check.check(lab, tell=lambda text: None) == []

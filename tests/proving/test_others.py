@@ -36,10 +36,10 @@ def whole(num_layers: int) -> Any:
 
 
 @against_torch
-@pytest.mark.parametrize("pp_size", [2, 4])
 @pytest.mark.parametrize("name", TORCHS)
-def test_schedules_of_torch(name: str, pp_size: int) -> None:
-    kind, m = getattr(theirs, name), 8
+def test_schedules_of_torch(name: str) -> None:
+    kind = getattr(theirs, name)
+    pp_size, m = (3, 8) if name in ("Schedule1F1B", "ScheduleZBVZeroBubble") else (2, 4)
     of_one = issubclass(kind, theirs.PipelineScheduleSingle)
     num_layers = 2 * pp_size
 
@@ -85,7 +85,7 @@ class OfMegatron(toy.Layers):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="make test installs megatron-core")
-@pytest.mark.parametrize(("pp_size", "vp_size"), [(1, None), (2, None), (4, None), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("pp_size", "vp_size"), [(1, None), (3, None), (2, 2)])
 def test_functions_of_megatron(pp_size: int, vp_size: int | None) -> None:
     importlib.import_module("megatron.core.pipeline_parallel")  # here, once: the ranks are forks
     config: list[Any] = []
@@ -106,7 +106,7 @@ def test_functions_of_megatron(pp_size: int, vp_size: int | None) -> None:
         lambda info: OfMegatron(info, config[-1]),
         forward_step,
         schedule=make,
-        data=toy.microbatches(8),
+        data=toy.microbatches(4),
         pp_size=pp_size,
         num_chunks=vp_size or 1,
         options={"seq_length": toy.BATCH, "micro_batch_size": toy.LENGTH, "decoder_seq_length": toy.BATCH},

@@ -49,9 +49,8 @@ def cut(num_slices: int, **settings: Any) -> dict[str, Any]:
     return {"config": config, "options": {"seq_length": toy.LENGTH, "micro_batch_size": 2}, "schedule": "seq1f1b"}
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_means_over_all_tokens(replicas: int) -> None:
-    proof = prove(6, num_replicas=replicas)
+def test_means_over_all_tokens() -> None:
+    proof = prove(6, num_replicas=2)
     assert proof, proof
 
 

@@ -11,7 +11,7 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
-    "--global-batch-size 16 --train-iters 4 --log-interval 1 --eval-interval 2 --eval-iters 1 --lr-warmup-iters 2"
+    "--global-batch-size 8 --train-iters 4 --log-interval 1 --eval-interval 2 --eval-iters 1 --lr-warmup-iters 2"
 )
 
 
