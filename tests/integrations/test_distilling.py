@@ -25,10 +25,10 @@ def loss_of(own: Tensor, teachers: Tensor) -> Tensor:
     return F.kl_div(found, wanted, reduction="batchmean", log_target=True)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @on_ranks(2)
-def test_losses_and_gradients_are_those_of_whole_models(rank: int, schedule: str, tmp_path: Path) -> None:
-    sizes = {"teacher": {"hidden_size": 64, "num_hidden_layers": 10}, "student": {"num_hidden_layers": 6}}
+def test_losses_and_gradients_are_those_of_whole_models(rank: int, tmp_path: Path) -> None:
+    schedule = "zbv"
+    sizes: dict[str, Any] = {"teacher": {"hidden_size": 64, "num_hidden_layers": 6}, "student": {}}
     models = {name: hf_models.make_model("qwen2", **own).eval() for name, own in sizes.items()}
     pipelines = {}
     for name, model in models.items():
@@ -44,7 +44,7 @@ def test_losses_and_gradients_are_those_of_whole_models(rank: int, schedule: str
         return chunk(input_ids=next(batches)), None
 
     for step in range(2):
-        tokens = [batch["input_ids"] for batch in hf_models.batches(4, seed=step)]
+        tokens = [batch["input_ids"] for batch in hf_models.batches(3, seed=step)]
         logits = hf_models.run(schedule, teacher, tokens, forward_step_func=output, forward_only=True)
         losses = []
         for number, ids in enumerate(tokens):

@@ -72,16 +72,15 @@ def compare_updates(trainer: Any, model: Any, reference: Any, **options: Any) ->
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @on_ranks(2)
-def test_updates_are_those_of_the_whole_model(rank: int, schedule: str, tmp_path: Path) -> None:
+def test_updates_are_those_of_the_whole_model(rank: int, tmp_path: Path) -> None:
     sys.path.insert(0, str(EXAMPLES))
     import grpo
 
     model, reference = hf_models.make_model("qwen2").eval(), hf_models.make_model("qwen2").eval()
     hf_models.save_on_first(model, tmp_path / "model")
     hf_models.initialise(2)
-    trainer = grpo.Trainer(settings(schedule=schedule, model=tmp_path / "model"))
+    trainer = grpo.Trainer(settings(schedule="zbv", model=tmp_path / "model"))
     compare_updates(trainer, model, reference, use_cache=False)
     save_pretrained(trainer.policy, tmp_path / "trained")
     if rank == 0:

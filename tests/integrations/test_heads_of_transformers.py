@@ -22,8 +22,6 @@ from torch import nn
 import megapipe
 from megapipe.integrations.transformers import CannotCutError, build_chunks, count_items, load_weights, save_pretrained
 
-KINDS = ("TokenClassification", "SequenceClassification")
-
 
 def make(kind: str, **options: Any) -> Any:
     config = hf_models.make_config("qwen2", pad_token_id=0, num_labels=3, **options)
@@ -39,8 +37,7 @@ def batches_for(kind: str, number: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "schedule"), [("TokenClassification", "zbv"), ("SequenceClassification", "1f1b")])
 @on_ranks(2)
 def test_scores_of_tokens_and_sequences(rank: int, kind: str, schedule: str, tmp_path: Path) -> None:
     """Losses and gradients are the whole model's, and its own class loads what is saved."""
@@ -110,9 +107,7 @@ def in_memory(model: Any, folder: Path, schedule: str, head: nn.Module) -> list[
     return build_chunks(model, schedule, head=head)
 
 
-@pytest.mark.parametrize(
-    ("way", "schedule"), [(in_folder, "1f1b"), (in_folder, "zbv"), (layer_by_layer, "zbv"), (in_memory, "1f1b")]
-)
+@pytest.mark.parametrize(("way", "schedule"), [(in_folder, "1f1b"), (layer_by_layer, "zbv"), (in_memory, "1f1b")])
 @pytest.mark.filterwarnings("ignore:.*they stay as they were given")
 @on_ranks(2)
 def test_a_head_of_ones_own(rank: int, way: Any, schedule: str, tmp_path: Path) -> None:

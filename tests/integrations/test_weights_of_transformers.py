@@ -29,13 +29,14 @@ SMALL = 8_000
 """Bytes of a bucket, which most tensors fit into and the embedding does not."""
 
 
-# Of files that are alike, split and joined.
-@pytest.mark.parametrize("name", ["llama-tied", "mixtral", pytest.param("phi3", marks=pytest.mark.soak)])
+# Of files that are split and joined.
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("phi3", marks=pytest.mark.soak)])
 @on_ranks(4)
 def test_two_sharded_replicas_in_a_v(rank: int, name: str, tmp_path: Path) -> None:
     """What each rank gets is what the whole model would save: under the names of files, tied ones once."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    model, chunks = hf_models.load_both(name, tmp_path, "zbv")
+    hf_models.save_on_first(hf_models.make_model(name, tie_word_embeddings=True), tmp_path)
+    chunks = hf_models.load_chunks(tmp_path, "zbv")
     for chunk in chunks:
         for module in (*chunk.own_layers, chunk):
             fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
@@ -44,12 +45,11 @@ def test_two_sharded_replicas_in_a_v(rank: int, name: str, tmp_path: Path) -> No
     hf_models.assert_equal(dict(named_weights(chunks, to=[0, 3])), expected if rank in (0, 3) else {})
     halves = dict(named_weights(chunks, to=1, dtype=torch.bfloat16))
     hf_models.assert_equal(halves, {n: t.bfloat16() for n, t in expected.items()} if rank == 1 else {})
-    assert model.num_parameters() > 0
 
 
 @on_ranks(2)
 def test_no_more_memory_than_a_bucket_and_a_tensor(rank: int) -> None:
-    sizes = {"vocab_size": 8, "hidden_size": 128, "intermediate_size": 256}  # 64 KiB and 128 KiB a tensor, in 14 MiB
+    sizes = {"vocab_size": 8, "hidden_size": 128, "intermediate_size": 256}  # 64 KiB and 128 KiB a tensor, in 6 MiB
     hf_models.initialise(2)
     chunks = build_chunks(hf_models.make_config("llama", **sizes), "zbv")
     largest, bucket = 128 * 256 * 4, 2**18

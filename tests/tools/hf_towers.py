@@ -159,7 +159,7 @@ def check(model: Any, chunks: list[Any], schedule: str, microbatches: list[dict[
 
 def run_all(kind: str, schedule: str, folder: Path) -> None:
     """One step with the towers trained, one with them frozen, and files."""
-    microbatches = batches(kind, 4)
+    microbatches = batches(kind, 2)
     layout = [1, 0, 1, 1, 0, 1, 0, 0] if dist.get_world_size() == 4 and schedule == "zbv" else None
     model, chunks = load(kind, folder / "given", schedule, example=microbatches[0], layout=layout)
     check(model, chunks, schedule, microbatches)
