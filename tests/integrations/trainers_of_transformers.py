@@ -278,10 +278,10 @@ def test_trl_trains_as_without_a_pipeline(ranks: RankPool, name: str, tmp_path: 
 
 
 def test_the_files_say_what_was_trained(ranks: RankPool, tmp_path: Path) -> None:
-    for got in ranks.run(2, run, 2, tmp_path, "1f1b", {"save_strategy": "steps", "save_steps": 4}):
-        assert got["state"][0] == 4
-    names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    for got in ranks.run(2, run, 2, tmp_path, "1f1b", {"save_strategy": "steps", "save_steps": 3}):
+        assert got["state"][0] == 3
+    names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
     assert names >= {"model.safetensors", "config.json", "trainer_state.json", "training_args.bin"}
-    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
-    assert state["global_step"] == 4
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final").config.vocab_size == 64

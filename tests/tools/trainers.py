@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 import transformers
 from tools import ranks
+from tools.hf_models import check_once
 from torch import Tensor, nn
 
 import megapipe
 from megapipe import parallel_state
+from megapipe.integrations.transformers import build
 
 ranks.IMPORTED_ONCE += [name for name in ["transformers.trainer"] if name not in ranks.IMPORTED_ONCE]
+
+build.check_cut = check_once
 
 OFFLINE = {"TRL_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 VOCABULARY = 64
@@ -108,7 +112,7 @@ def clip_like_megapipe(trainer: Any) -> None:
 def arguments(folder: Path, **changes: Any) -> Any:
     options = {
         "output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4,
-        "gradient_accumulation_steps": 4, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2,
+        "gradient_accumulation_steps": 4, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 2,
         "save_strategy": "no", "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2, "seed": 3,
         "weight_decay": 0.1, "logging_steps": 1, "disable_tqdm": True, "report_to": "none",
     }  # fmt: skip
