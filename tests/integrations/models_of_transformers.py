@@ -22,12 +22,11 @@ import safetensors.torch
 import transformers
 from tools import hf_generation, hf_kinds, hf_models
 
-from megapipe import PipelinedOptimizer, clip_grad_norm_, parallel_state
+from megapipe import PipelinedOptimizer, parallel_state
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
 from megapipe.integrations.transformers import build_chunks, count_items, load_weights, save_pretrained, tie_weights
 from megapipe.safetensors_files import SafetensorsFile
-from megapipe.training import GradientReducer
 from megapipe.weight_grad import convert
 
 ARRANGED = [("1f1b", 4), ("interleaved_1f1b", 2), ("zbv", 2), ("dualpipev", 2)]
@@ -262,41 +261,6 @@ def test_wrong_adapters_are_refused_on_all_ranks(ranks: RankPool, targets: list[
         raise errors[0]
 
 
-@pytest.mark.parametrize(("name", "gives_tokens"), [("qwen2", True), ("gemma2", False), ("mixtral", False)])
-@on_ranks(4)
-def test_ten_steps_of_two_replicas_are_those_of_the_trainer(
-    rank: int, name: str, gives_tokens: bool, tmp_path: Path
-) -> None:
-    model = hf_models.make_model(name)
-    hf_models.save_on_first(model, tmp_path)
-    hf_models.initialise(2)
-    chunks = build_chunks(tmp_path, "zbv", seed=None)
-    load_weights(chunks, tmp_path)
-    reducer, tied = GradientReducer(chunks), tie_weights(chunks)
-
-    def finalize(models: list[Any], num_tokens: Any) -> None:
-        reducer.finish(models, num_tokens if gives_tokens else None)
-        if tied is not None:
-            tied.sum_gradients()
-
-    chunks[0].config.finalize_model_grads_func = finalize
-    optimizer = PipelinedOptimizer(chunks, lambda groups: torch.optim.AdamW(groups, lr=1e-3))
-    expected = hf_models.losses_of_trainer(model, num_steps=10, num_microbatches=8, folder=tmp_path / str(rank))
-    losses = []
-    for step in range(10):
-        own = hf_models.batches(8, seed=step)[parallel_state.get_data_parallel_rank() :: 2]
-        reports = hf_models.run("zbv", chunks, count_items(own))
-        total = torch.tensor([float(sum(report["loss"] for report in reports))])
-        dist.all_reduce(total)
-        norm = clip_grad_norm_(chunks, 1.0)
-        losses.append((total.item(), norm.item()))
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(losses[0], expected[0], rtol=1e-6, atol=0)
-    # Replicas add up in another order, and AdamW turns the last bit of a small gradient into a step of its size.
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-3, atol=0)
-
-
 @on_ranks(4)
 def test_a_rank_never_holds_more_than_its_own_layers(rank: int, tmp_path: Path) -> None:
     """A model of 1 GB, cut in four: made, read and written with less than a third of it, the libraries not counted."""
@@ -317,13 +281,13 @@ def test_a_rank_never_holds_more_than_its_own_layers(rank: int, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 @on_ranks(2)
-def test_ten_steps_with_a_change_of_schedule_are_those_of_the_whole_model(rank: int, name: str, tmp_path: Path) -> None:
+def test_steps_with_a_change_of_schedule_are_those_of_the_whole_model(rank: int, name: str, tmp_path: Path) -> None:
     model = hf_models.make_model(name)
     hf_models.save_on_first(model, tmp_path / "given")
     whole_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     chunks: list[Any] = []
-    for step in range(10):
-        if step in (0, 5):
+    for step in range(4):
+        if step in (0, 2):
             schedule = "zbv" if step == 0 else "1f1b"
             chunks = hf_models.load_chunks(tmp_path / "given", schedule)
             optimizer = PipelinedOptimizer(chunks, lambda groups: torch.optim.AdamW(groups, lr=1e-3))
@@ -340,8 +304,8 @@ def test_ten_steps_with_a_change_of_schedule_are_those_of_the_whole_model(rank: 
         for one in (whole_optimizer, optimizer):
             one.step()
             one.zero_grad()
-        if step == 4:
-            checkpointer.save(5)
+        if step == 1:
+            checkpointer.save(2)
     save_pretrained(chunks, tmp_path / "saved")
     if not model.config.tie_word_embeddings:
         saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -411,21 +375,3 @@ def test_masked_padding_and_autocast(rank: int, name: str, tmp_path: Path) -> No
     hf_models.assert_same_losses(hf_models.run("1f1b", chunks, microbatches), expected, chunks)
     if not model.config.tie_word_embeddings:
         hf_models.assert_same_gradients(chunks, model)
-
-
-@on_ranks(2)
-def test_logits_without_labels(rank: int, tmp_path: Path) -> None:
-    model = hf_models.make_model("gemma3").eval()
-    hf_models.save_on_first(model, tmp_path)
-    chunks = hf_models.load_chunks(tmp_path, "1f1b")
-    chunks[0].eval()
-    tokens = [{"input_ids": batch["input_ids"]} for batch in hf_models.batches(3)]
-
-    def step(data_iterator: Any, chunk: Any) -> Any:
-        return chunk(**next(data_iterator)), lambda logits: (logits.sum(), logits)
-
-    logits = hf_models.run("1f1b", chunks, tokens, forward_step_func=step, forward_only=True)
-    with torch.no_grad():
-        for got, batch in zip(logits, tokens):
-            assert torch.equal(got, model(**batch).logits)
-    assert len(logits) == (3 if rank else 0)
