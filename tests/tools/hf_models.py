@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,8 +203,3 @@ def check(
 
 def files_of(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
-
-
-def peak_memory() -> int:
-    """Of this process, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
