@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from tools.ranks import RankPool, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers")
 
@@ -229,9 +228,7 @@ def test_a_deleted_adapter_leaves_no_names(rank: int, tmp_path: Path) -> None:
     for chunk in chunks:
         chunk.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False), "one")
         chunk.delete_adapter("one")
-    save_pretrained(chunks, tmp_path / "saved")
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    hf_models.assert_same_weights(saved, model)
+    hf_models.assert_saved(chunks, model, tmp_path / "saved")
 
 
 def add_wrong_adapter(rank: int, targets: list[list[str]]) -> None:
@@ -308,11 +305,8 @@ def test_steps_with_a_change_of_schedule_are_those_of_the_whole_model(rank: int,
             one.zero_grad()
         if step == 1:
             checkpointer.save(2)
-    save_pretrained(chunks, tmp_path / "saved")
     if not model.config.tie_word_embeddings:
-        saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-        hf_models.assert_same_weights(saved, model)
-    dist.barrier()
+        hf_models.assert_saved(chunks, model, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -324,9 +318,7 @@ def test_sharded_layers(rank: int, name: str, tmp_path: Path) -> None:
     parallel_state.initialize_from_mesh(mesh)
     chunks = build_chunks(tmp_path / "given", "zbv", seed=None)
     load_weights(chunks, tmp_path / "given")
-    for chunk in chunks:
-        for module in (*chunk.own_layers, chunk):
-            fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
+    hf_models.shard(chunks)
     tied = tie_weights(chunks)
     chunks[0].config.finalize_model_grads_func = None if tied is None else tied.sum_gradients
     microbatches = hf_models.batches(8)
@@ -338,10 +330,7 @@ def test_sharded_layers(rank: int, name: str, tmp_path: Path) -> None:
         for name_here, parameter in chunk.named_parameters():
             grad = parameter.grad.full_tensor()
             torch.testing.assert_close(grad, expected[name_here].grad, rtol=1e-4, atol=1e-6)
-    save_pretrained(chunks, tmp_path / "saved")
-    if rank == 0:
-        saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-        hf_models.assert_same_weights(saved, model)
+    hf_models.assert_saved(chunks, model, tmp_path / "saved")
     # Those who write nothing wait for the others' shards: who cannot write goes on with gathering.
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(SafetensorsFile, "write", side_effect=full), pytest.raises(RuntimeError, match="make room"):

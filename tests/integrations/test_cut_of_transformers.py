@@ -20,6 +20,7 @@ from megapipe.integrations.transformers.cut_check import check_cut
 from megapipe.integrations.transformers.whole_model import make_meta_model, make_model, make_small_config
 
 TWO = {"num_hidden_layers": 2}
+SHARED = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention"] * 2 + ["hybrid"] * 2}
 
 
 def build(rank: int, kind: str, options: dict[str, Any]) -> None:
@@ -51,8 +52,8 @@ def test_what_would_be_trained_wrong_is_refused_on_every_rank(
     ("kind", "schedule", "options"),
     [
         ("nanochat", "1f1b", TWO),  # norms the embeddings too
-        ("zamba", "zbv", {"tie_word_embeddings": False}),  # layers read the embeddings
-        ("zamba", "1f1b", {"tie_word_embeddings": True, "layout": [6, 0]}),
+        ("zamba", "zbv", SHARED | {"tie_word_embeddings": False}),  # layers read the embeddings
+        ("zamba", "1f1b", SHARED | {"tie_word_embeddings": True, "layout": [4, 0]}),
         ("gemma4_text", "zbv", {}),  # whose layers read embeddings of their own, and keys of earlier ones
         ("deepseek_v4", "1f1b", TWO),  # has several streams, and routes by tokens
         ("opt", "1f1b", TWO | {"layout": [0, 2]}),

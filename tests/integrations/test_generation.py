@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 
 import torch
 from tools import hf_generation, hf_models
-from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig
 
 from megapipe import parallel_state
@@ -42,10 +41,9 @@ def test_training_is_left_as_it_was(rank: int) -> None:
 def test_sharded_chunks_write(rank: int) -> None:
     """FSDP2's classes make a copy from anew, which failed: LlamaForCausalLM.__init__() misses its config."""
     parallel_state.initialize_model_parallel()
-    (chunk,) = chunks = build_chunks(hf_models.make_config("llama"), "1f1b")
+    chunks = build_chunks(hf_models.make_config("llama"), "1f1b")
     wanted = generate(chunks, "1f1b", hf_generation.PROMPTS, max_new_tokens=3)
-    for module in (*chunk.own_layers, chunk):
-        fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
+    hf_models.shard(chunks)
     assert torch.equal(generate(chunks, "1f1b", hf_generation.PROMPTS, max_new_tokens=3), wanted)
 
 

@@ -17,13 +17,12 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.nn.functional as F
-import transformers
 from tools import hf_models, megatron_models
 from torch import Tensor
 
 import megapipe
 from megapipe.integrations.megatron import build_model_chunks, global_name
-from megapipe.integrations.transformers import save_pretrained, token_log_probs
+from megapipe.integrations.transformers import token_log_probs
 from megapipe.training import log_probs_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -98,10 +97,7 @@ def test_updates_of_grpo(rank: int, tmp_path: Path) -> None:
     model, reference = two_models(tmp_path / "model")
     trainer = grpo.Trainer(settings(schedule="zbv", model=tmp_path / "model"))
     compare_updates(trainer, model, reference, use_cache=False)
-    save_pretrained(trainer.policy, tmp_path / "trained")
-    if rank == 0:
-        saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
-        hf_models.assert_same_weights(saved, model)
+    hf_models.assert_saved(trainer.policy, model, tmp_path / "trained")
 
 
 class OfMegatron(grpo.Trainer):

@@ -29,14 +29,9 @@ from megapipe.integrations.transformers import CannotCutError, ChunkConfig, buil
 def test_losses_gradients_and_files_are_those_of_the_whole_model(
     rank: int, name: str, schedule: str, tmp_path: Path
 ) -> None:
-    hf_models.check(name, schedule, tmp_path / "given", num_microbatches=4, deferred=True)
-    chunks = hf_models.load_chunks(tmp_path / "given", "zbv")
-    save_pretrained(chunks, tmp_path / "saved", max_file_size=10**9 if name == "mixtral" else 2 * 10**4)
-    if rank == 0:
-        saved, given = (
-            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / which) for which in ("saved", "given")
-        )
-        hf_models.assert_same_weights(saved, given)
+    chunks = hf_models.check(name, schedule, tmp_path / "given", num_microbatches=4, deferred=True)
+    max_file_size = 10**9 if name == "mixtral" else 2 * 10**4
+    hf_models.assert_saved(chunks, hf_models.make_model(name), tmp_path / "saved", max_file_size=max_file_size)
 
 
 @on_ranks(2)
@@ -99,10 +94,7 @@ def test_in_16_bits(rank: int, tmp_path: Path) -> None:
         for chunk in chunks:
             chunk.eval()
         hf_models.compare("1f1b", chunks, whole, count_items(hf_models.batches(2)))
-        save_pretrained(chunks, tmp_path / f"{name} saved")
-        if rank == 0:
-            saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} saved", dtype=dtype)
-            hf_models.assert_same_weights(saved, whole)
+        hf_models.assert_saved(chunks, whole, tmp_path / name / "saved")
 
 
 @on_ranks(2)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tools import hf_models
-from torch.distributed.fsdp import fully_shard
 
 from benchmarks.memory import memory_of
 from megapipe import parallel_state
@@ -37,9 +36,7 @@ def test_two_sharded_replicas_in_a_v(rank: int, name: str, tmp_path: Path) -> No
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     hf_models.save_on_first(hf_models.make_model(name, tie_word_embeddings=True), tmp_path)
     chunks = hf_models.load_chunks(tmp_path, "zbv")
-    for chunk in chunks:
-        for module in (*chunk.own_layers, chunk):
-            fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
+    hf_models.shard(chunks)
     expected = load_file(tmp_path / "model.safetensors")
     hf_models.assert_equal(dict(named_weights(chunks, bucket_size=SMALL)), expected)
     hf_models.assert_equal(dict(named_weights(chunks, to=[0, 3])), expected if rank in (0, 3) else {})
@@ -150,9 +147,7 @@ def test_merged_adapters(rank: int, head: str, is_sharded: bool, tmp_path: Path)
         chunk.load_adapter(tmp_path / "adapter", is_trainable=True)
     before = {name: p.clone() for chunk in chunks for name, p in chunk.named_parameters()}
     if is_sharded:
-        for chunk in chunks:
-            for module in (*chunk.own_layers, chunk):
-                fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
+        hf_models.shard(chunks)
     save_pretrained(chunks, tmp_path / "saved")
     hf_models.assert_equal(dict(named_weights(chunks)), load_file(tmp_path / "saved/adapter_model.safetensors"))
     merged = dict(named_weights(chunks, merge_adapters=True, bucket_size=SMALL))

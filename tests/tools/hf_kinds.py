@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from tools import hf_models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from megapipe.integrations.transformers import count_items, save_pretrained
+from megapipe.integrations.transformers import count_items
 from megapipe.integrations.transformers.whole_model import make_small_config
 
 KINDS = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -74,6 +73,4 @@ def check(kind: str, schedule: str, folder: Path, layout: list[int] | None = Non
     for chunk in chunks:
         chunk.eval()  # the kinds' dropout
     hf_models.compare(schedule, chunks, model, count_items(hf_models.batches(2)))
-    save_pretrained(chunks, folder / "saved")
-    if dist.get_rank() == 0:
-        hf_models.assert_same_weights(transformers.AutoModelForCausalLM.from_pretrained(folder / "saved"), model)
+    hf_models.assert_saved(chunks, model, folder / "saved")

@@ -15,10 +15,18 @@ import transformers
 from tools import ranks
 from tools.against import assert_close, assert_same_losses, gradients
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import megapipe
 from megapipe import parallel_state
-from megapipe.integrations.transformers import build, build_chunks, count_items, forward_step, load_weights
+from megapipe.integrations.transformers import (
+    build,
+    build_chunks,
+    count_items,
+    forward_step,
+    load_weights,
+    save_pretrained,
+)
 from megapipe.integrations.transformers.cut_check import Checked, check_cut
 
 __all__ = ["assert_same_losses"]
@@ -183,6 +191,20 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     for name, tensor in found.items():
         assert tensor.dtype == expected[name].dtype, name
         assert torch.equal(tensor, expected[name]), name
+
+
+def assert_saved(chunks: list[Any], model: Any, folder: Path, **options: Any) -> None:
+    """The whole model's class loads what chunks write, bit for bit."""
+    save_pretrained(chunks, folder, **options)
+    if dist.get_rank() == 0:
+        assert_same_weights(type(model).from_pretrained(folder, dtype=model.dtype), model)
+
+
+def shard(chunks: list[Any]) -> None:
+    """Each layer, and what is left, among replicas."""
+    for chunk in chunks:
+        for module in (*chunk.own_layers, chunk):
+            fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
 
 
 def names_of_tied(model: Any) -> tuple[str, ...]:
