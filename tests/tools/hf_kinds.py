@@ -42,7 +42,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 64},
     "nemotron": {"num_key_value_heads": 48},
     "reformer": {"is_decoder": True},
-    "zamba": {"attn_layer_period": 3, "attn_layer_offset": 2, "num_hidden_layers": 6},
+    "zamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "num_hidden_layers": 6},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
 }  # fmt: skip
 """What differs from the defaults of a kind, where they make no model or leave out what matters."""
