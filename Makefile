@@ -146,8 +146,8 @@ test-rl: constraints.txt
 	$(RL)/bin/pip install --quiet --disable-pip-version-check --constraint $(RL)/constraints.txt --no-deps megatron-core verl==0.9.1 \
 		skyrl==0.3.0
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RL)/bin/python tests/integrations/trainers_of_rl.py
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RL)/bin/python -m pytest tests/integrations/packed_steps.py tests/integrations/quantised.py \
-		tests/integrations/test_weights_of_transformers.py
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RL)/bin/python -m pytest tests/integrations/quantised.py \
+		tests/integrations/test_post_training.py tests/integrations/test_weights_of_transformers.py
 
 # Its table goes into docs/reliability.md.
 test-nodes: $(INSTALLED)

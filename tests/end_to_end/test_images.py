@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from tools.pretraining import EXAMPLES
 from tools.ranks import RankPool
@@ -18,32 +17,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
+sys.path.insert(0, str(EXAMPLES))
+
+import train_images
+
 SMALL = "--image-size 16 --batch-size 16 --micro-batch-size 4 --epochs 2 --clip-grad inf --lr-warmup-steps 3"
 NUMBER, SEED = 27, 1234
 """Images: a batch of 16, then one of 11, whose third microbatch has 3 of 4."""
 
 
-def example() -> Any:
-    sys.path.insert(0, str(EXAMPLES))
-    import train_images
-
-    return train_images
+def parsed(options: str) -> Any:
+    return train_images.parse_args([*SMALL.split(), *options.split()])
 
 
 def by_example(rank: int, options: str) -> Any:
-    module = example()
-    draw = module.draw_stripes
-    with mock.patch.object(module, "draw_stripes", lambda _, size, seed: draw(NUMBER, size, seed)):
-        return module.train(module.parse_args([*SMALL.split(), *options.split()]), torch.device("cpu"))
+    draw = train_images.draw_stripes
+    with mock.patch.object(train_images, "draw_stripes", lambda _, size, seed: draw(NUMBER, size, seed)):
+        return train_images.train(parsed(options), torch.device("cpu"))
 
 
 def plainly(rank: int, options: str, seed: int) -> Any:
     """As people train without a pipeline, with accumulated gradients. `seed` is of what dropout draws."""
-    module = example()
-    args = module.parse_args([*SMALL.split(), *options.split()])
-    (images, labels), (held_out, answers) = (module.draw_stripes(NUMBER, 16, which).tensors for which in (0, 1))
+    args = parsed(options)
+    (images, labels), (held_out, answers) = (train_images.draw_stripes(NUMBER, 16, which).tensors for which in (0, 1))
     torch.manual_seed(SEED)
-    model = module.make_model("small", module.CLASSES)
+    model = train_images.make_model("small", train_images.CLASSES)
     average = copy.deepcopy(model).eval()
     groups = [{"params": [parameter], "weight_decay": 0.05 * (parameter.dim() > 1)} for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(groups, lr=args.lr)
@@ -85,32 +83,36 @@ def plainly(rank: int, options: str, seed: int) -> Any:
     return printed
 
 
-@pytest.mark.parametrize(("options", "rank_of_head"), [("--schedule zbv", 0), ("--bf16", 1)])
-def test_two_ranks_are_a_plain_loop(ranks: RankPool, options: str, rank_of_head: int) -> None:
-    """To the last digit: BatchNorm, dropout (which draws on the rank that has it), autocast, averages, the rate, the
-    smaller last batch."""
-    (expected,) = ranks.run(1, plainly, options, SEED + rank_of_head)
-    assert ranks.run(2, by_example, options) == [expected] * 2
-
-
-def test_goes_on_under_another_schedule(ranks: RankPool, tmp_path: Path) -> None:
-    undisturbed = ranks.run(2, by_example, f"--save {tmp_path}")
+def test_two_ranks_are_a_plain_loop(ranks: RankPool, tmp_path: Path) -> None:
+    """To the last digit: BatchNorm, dropout (which draws on the rank that has it, here the second), averages, the rate,
+    the smaller last batch. And it goes on under another schedule."""
+    (expected,) = ranks.run(1, plainly, "", SEED + 1)
+    assert ranks.run(2, by_example, f"--save {tmp_path}") == [expected] * 2
     shutil.rmtree(tmp_path / "step_00000002")  # as if it had been stopped before
     resumed = ranks.run(2, by_example, f"--save {tmp_path} --load {tmp_path} --schedule gpipe")
-    assert resumed == [one[6:] for one in undisturbed]
+    assert resumed == [expected[6:]] * 2
+
+
+def test_a_v_under_autocast_is_a_plain_loop(ranks: RankPool) -> None:
+    (expected,) = ranks.run(1, plainly, "--bf16", SEED)
+    assert ranks.run(2, by_example, "--bf16 --schedule zbv") == [expected] * 2
 
 
 def of_one_image(rank: int, options: str, number: int) -> Any:
     """Without dropout, whose masks replicas draw apart."""
-    module = example()
-    image, label = module.draw_stripes(1, 16, 0)[0]
+    make = train_images.make_model
+
+    def without_dropout(*names: Any) -> nn.Module:
+        *layers, _, head = make(*names)
+        return nn.Sequential(*layers, head)
+
+    image, label = train_images.draw_stripes(1, 16, 0)[0]
     data = [(image, label)] * number
-    make = module.make_model
     with (
-        mock.patch.object(module, "make_data", return_value=(data, data, module.CLASSES)),
-        mock.patch.object(module, "make_model", lambda *names: nn.Sequential(*make(*names)[:-2], make(*names)[-1])),
+        mock.patch.object(train_images, "make_data", return_value=(data, data, train_images.CLASSES)),
+        mock.patch.object(train_images, "make_model", without_dropout),
     ):
-        return module.train(module.parse_args([*SMALL.split(), *options.split()]), torch.device("cpu"))
+        return train_images.train(parsed(options), torch.device("cpu"))
 
 
 def test_replicas_of_like_batches_are_one_of_half_the_size(ranks: RankPool) -> None:

@@ -78,8 +78,7 @@ SHOWN = {
     "tests/integrations/test_lightning.py",
     "prove that a schedule or a trainer is right": "tests/proving/test_prove_schedules.py "
     "tests/proving/test_mistakes.py",
-    "post-training": "tests/integrations/test_dpo.py tests/integrations/test_grpo.py "
-    "tests/integrations/test_distilling.py tests/integrations/test_heads_of_transformers.py",
+    "post-training": "tests/integrations/test_post_training.py tests/integrations/test_heads_of_transformers.py",
     "**measured on GPUs**": "tests/gpu/test_gpu.py",
 }
 """What runs each feature of the comparison: a schedule or a feature of the rows in tests/cases, a page, or a test."""

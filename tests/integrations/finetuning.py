@@ -19,7 +19,12 @@ import tokenizers
 import transformers
 from tools import hf_models
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import finetune_hf
+import grpo
+import hf_data
+
 SMALL = (
     "--seq-length 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-warmup-iters 2 --log-interval 1 "
     "--eval-interval 4 --eval-fraction 0.05"
@@ -58,11 +63,7 @@ def write_lines(path: Path, rows: list[Any]) -> None:
 
 
 def finetune(rank: int, arguments: str) -> list[float]:
-    sys.path.insert(0, str(EXAMPLES))
-    import finetune_hf
-
-    losses: list[float] = finetune_hf.train(finetune_hf.parse_args(arguments.split()), torch.device("cpu"))
-    return losses
+    return finetune_hf.train(finetune_hf.parse_args(arguments.split()), torch.device("cpu"))
 
 
 def arguments_for(folder: Path, data: str, more: str) -> str:
@@ -100,9 +101,6 @@ def test_a_run_goes_on_under_another_schedule_and_is_loaded_by_transformers(rank
 
 def numbers_of(rank: int, arguments: str) -> list[int]:
     """The sequences that a run trains on, in their order."""
-    sys.path.insert(0, str(EXAMPLES))
-    import finetune_hf
-
     found: list[int] = []
 
     class Recording(finetune_hf.Trainer):
@@ -130,11 +128,8 @@ def test_a_run_goes_on_with_another_batch_size_where_it_was_in_the_data(
 
 
 @pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", "{%-generation%}"])
-def test_what_the_assistant_says_is_learnt_alone(monkeypatch: pytest.MonkeyPatch, folder: Path, tag: str) -> None:
+def test_what_the_assistant_says_is_learnt_alone(folder: Path, tag: str) -> None:
     """{%- generation -%} was not seen, and what the user says was learnt as well."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import hf_data
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE.replace("{% generation %}", tag)
     chat = [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "x = 1"}]
@@ -163,12 +158,8 @@ def test_data_that_cannot_be_read(ranks: RankPool, folder: Path, lines: str, mes
 
 
 def write(rank: int, arguments: str) -> list[str]:
-    sys.path.insert(0, str(EXAMPLES))
-    import finetune_hf
-
     hf_models.initialise(2)
-    texts: list[str] = finetune_hf.Trainer(finetune_hf.parse_args(arguments.split()), torch.device("cpu")).write()
-    return texts
+    return finetune_hf.Trainer(finetune_hf.parse_args(arguments.split()), torch.device("cpu")).write()
 
 
 def test_prompts_go_on_as_the_whole_model_goes_on(ranks: RankPool, folder: Path) -> None:
@@ -208,11 +199,7 @@ def test_adapters_on_quantised_weights(ranks: RankPool, folder: Path, more: str)
 
 
 def reinforce(rank: int, arguments: str) -> list[float]:
-    sys.path.insert(0, str(EXAMPLES))
-    import grpo
-
-    rewards: list[float] = grpo.train(grpo.parse_args(arguments.split()))
-    return rewards
+    return grpo.train(grpo.parse_args(arguments.split()))
 
 
 @pytest.mark.parametrize("more", ["--schedule zbv", "--schedule 1f1b --lora-rank 16 --lr 3e-2 --train-iters 20"])

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from tools.ranks import RankPool, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers")
 
@@ -22,26 +21,22 @@ import safetensors.torch
 import transformers
 from tools import hf_generation, hf_kinds, hf_models
 
-from megapipe import PipelinedOptimizer, clip_grad_norm_, parallel_state
+from benchmarks.memory import memory_of
+from megapipe import PipelinedOptimizer, parallel_state
 from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
 from megapipe.integrations.transformers import build_chunks, count_items, load_weights, save_pretrained, tie_weights
 from megapipe.safetensors_files import SafetensorsFile
-from megapipe.training import GradientReducer
 from megapipe.weight_grad import convert
 
-SCHEDULES = ["1f1b", "interleaved_1f1b", "zbv", "dualpipev"]
+ARRANGED = [("1f1b", 4), ("interleaved_1f1b", 2), ("zbv", 2), ("dualpipev", 2)]
 
 
-@pytest.mark.parametrize("deferred", [False, True], ids=["plain", "deferred"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "num_ranks"), ARRANGED)
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 @on_ranks()
-def test_losses_and_gradients(
-    rank: int, num_ranks: int, name: str, schedule: str, deferred: bool, tmp_path: Path
-) -> None:
-    hf_models.check(name, schedule, tmp_path, deferred=deferred)
+def test_losses_and_gradients(rank: int, num_ranks: int, name: str, schedule: str, tmp_path: Path) -> None:
+    hf_models.check(name, schedule, tmp_path, deferred="zb" in schedule or "dual" in schedule)
 
 
 @pytest.mark.parametrize("max_file_size", [10**9, 10**4], ids=["one file", "many"])
@@ -102,8 +97,7 @@ def test_activations_computed_again(rank: int, name: str, tmp_path: Path) -> Non
     assert all(layer.gradient_checkpointing for chunk in chunks for layer in chunk.own_layers)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "num_ranks"), ARRANGED)
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 @on_ranks()
 def test_captured_stages(rank: int, num_ranks: int, name: str, schedule: str, tmp_path: Path) -> None:
@@ -126,10 +120,10 @@ def test_captured_stages(rank: int, num_ranks: int, name: str, schedule: str, tm
         ("gemma2", None, {"target_modules": "all-linear"}),
         ("gpt2", None, {"target_modules": ["c_attn", "c_proj"]}),
         ("llama", None, {"target_modules": ["q_proj", "lm_head"]}),
-        ("llama", None, {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 1]}),
-        ("llama", None, {"target_modules": r".*layers\.[67]\.mlp\.up_proj", "modules_to_save": ["lm_head"]}),
+        ("llama", None, {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0]}),
+        ("llama", None, {"target_modules": r".*layers\.[23]\.mlp\.up_proj", "modules_to_save": ["lm_head"]}),
         ("llama-tied", None, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-        ("llama", [8, 0, 0, 0], {"target_modules": ["embed_tokens", "down_proj"]}),
+        ("llama", [4, 0, 0, 0], {"target_modules": ["embed_tokens", "down_proj"]}),
         ("mixtral", None, {"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}),
     ],
     ids=["all", "gemma2", "gpt2", "head", "first layers", "last layers", "tied head", "one stage", "experts"],
@@ -234,9 +228,7 @@ def test_a_deleted_adapter_leaves_no_names(rank: int, tmp_path: Path) -> None:
     for chunk in chunks:
         chunk.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False), "one")
         chunk.delete_adapter("one")
-    save_pretrained(chunks, tmp_path / "saved")
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    hf_models.assert_same_weights(saved, model)
+    hf_models.assert_saved(chunks, model, tmp_path / "saved")
 
 
 def add_wrong_adapter(rank: int, targets: list[list[str]]) -> None:
@@ -267,68 +259,34 @@ def test_wrong_adapters_are_refused_on_all_ranks(ranks: RankPool, targets: list[
         raise errors[0]
 
 
-@pytest.mark.parametrize(("name", "gives_tokens"), [("qwen2", True), ("gemma2", False), ("mixtral", False)])
-@on_ranks(4)
-def test_ten_steps_of_two_replicas_are_those_of_the_trainer(
-    rank: int, name: str, gives_tokens: bool, tmp_path: Path
-) -> None:
-    model = hf_models.make_model(name)
-    hf_models.save_on_first(model, tmp_path)
-    hf_models.initialise(2)
-    chunks = build_chunks(tmp_path, "zbv", seed=None)
-    load_weights(chunks, tmp_path)
-    reducer, tied = GradientReducer(chunks), tie_weights(chunks)
-
-    def finalize(models: list[Any], num_tokens: Any) -> None:
-        reducer.finish(models, num_tokens if gives_tokens else None)
-        if tied is not None:
-            tied.sum_gradients()
-
-    chunks[0].config.finalize_model_grads_func = finalize
-    optimizer = PipelinedOptimizer(chunks, lambda groups: torch.optim.AdamW(groups, lr=1e-3))
-    expected = hf_models.losses_of_trainer(model, num_steps=10, num_microbatches=8, folder=tmp_path / str(rank))
-    losses = []
-    for step in range(10):
-        own = hf_models.batches(8, seed=step)[parallel_state.get_data_parallel_rank() :: 2]
-        reports = hf_models.run("zbv", chunks, count_items(own))
-        total = torch.tensor([float(sum(report["loss"] for report in reports))])
-        dist.all_reduce(total)
-        norm = clip_grad_norm_(chunks, 1.0)
-        losses.append((total.item(), norm.item()))
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(losses[0], expected[0], rtol=1e-6, atol=0)
-    # Replicas add up in another order, and AdamW turns the last bit of a small gradient into a step of its size.
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-3, atol=0)
-
-
 @on_ranks(4)
 def test_a_rank_never_holds_more_than_its_own_layers(rank: int, tmp_path: Path) -> None:
-    """A model of 1 GB, cut in four: made, read and written with less than a third of it, the libraries not counted."""
-    config = hf_models.make_config(
-        "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=16, num_key_value_heads=4, vocab_size=1000
-    )
+    """Of 33 MB, cut in four: made, written and read with less than a third of it. Who writes holds a file."""
+    config = hf_models.make_config("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
     hf_models.initialise(4)
-    build_chunks(hf_models.make_config("llama"), "1f1b")  # imports what it takes
-    before = hf_models.peak_memory()
-    chunks = build_chunks(config, "1f1b")
-    save_pretrained(chunks, tmp_path)
-    load_weights(chunks, tmp_path)
-    size = torch.tensor([sum(p.numel() * p.element_size() for chunk in chunks for p in chunk.parameters())])
+    chunks: list[Any] = []
+
+    def make() -> None:
+        chunks[:] = build_chunks(config, "1f1b")
+        save_pretrained(chunks, tmp_path, max_file_size=10**6)
+        load_weights(chunks, tmp_path)
+
+    peak = memory_of("cpu", make).peak
+    size = torch.tensor([sum(4 * p.numel() for chunk in chunks for p in chunk.parameters())])
     dist.all_reduce(size)
-    assert size.item() > 10**9
-    assert hf_models.peak_memory() - before < size.item() / 3
+    assert size.item() > 3e7
+    assert peak < size.item() / 3
 
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 @on_ranks(2)
-def test_ten_steps_with_a_change_of_schedule_are_those_of_the_whole_model(rank: int, name: str, tmp_path: Path) -> None:
+def test_steps_with_a_change_of_schedule_are_those_of_the_whole_model(rank: int, name: str, tmp_path: Path) -> None:
     model = hf_models.make_model(name)
     hf_models.save_on_first(model, tmp_path / "given")
     whole_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     chunks: list[Any] = []
-    for step in range(10):
-        if step in (0, 5):
+    for step in range(4):
+        if step in (0, 2):
             schedule = "zbv" if step == 0 else "1f1b"
             chunks = hf_models.load_chunks(tmp_path / "given", schedule)
             optimizer = PipelinedOptimizer(chunks, lambda groups: torch.optim.AdamW(groups, lr=1e-3))
@@ -345,13 +303,10 @@ def test_ten_steps_with_a_change_of_schedule_are_those_of_the_whole_model(rank: 
         for one in (whole_optimizer, optimizer):
             one.step()
             one.zero_grad()
-        if step == 4:
-            checkpointer.save(5)
-    save_pretrained(chunks, tmp_path / "saved")
+        if step == 1:
+            checkpointer.save(2)
     if not model.config.tie_word_embeddings:
-        saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-        hf_models.assert_same_weights(saved, model)
-    dist.barrier()
+        hf_models.assert_saved(chunks, model, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -363,9 +318,7 @@ def test_sharded_layers(rank: int, name: str, tmp_path: Path) -> None:
     parallel_state.initialize_from_mesh(mesh)
     chunks = build_chunks(tmp_path / "given", "zbv", seed=None)
     load_weights(chunks, tmp_path / "given")
-    for chunk in chunks:
-        for module in (*chunk.own_layers, chunk):
-            fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
+    hf_models.shard(chunks)
     tied = tie_weights(chunks)
     chunks[0].config.finalize_model_grads_func = None if tied is None else tied.sum_gradients
     microbatches = hf_models.batches(8)
@@ -377,10 +330,7 @@ def test_sharded_layers(rank: int, name: str, tmp_path: Path) -> None:
         for name_here, parameter in chunk.named_parameters():
             grad = parameter.grad.full_tensor()
             torch.testing.assert_close(grad, expected[name_here].grad, rtol=1e-4, atol=1e-6)
-    save_pretrained(chunks, tmp_path / "saved")
-    if rank == 0:
-        saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-        hf_models.assert_same_weights(saved, model)
+    hf_models.assert_saved(chunks, model, tmp_path / "saved")
     # Those who write nothing wait for the others' shards: who cannot write goes on with gathering.
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(SafetensorsFile, "write", side_effect=full), pytest.raises(RuntimeError, match="make room"):
@@ -416,21 +366,3 @@ def test_masked_padding_and_autocast(rank: int, name: str, tmp_path: Path) -> No
     hf_models.assert_same_losses(hf_models.run("1f1b", chunks, microbatches), expected, chunks)
     if not model.config.tie_word_embeddings:
         hf_models.assert_same_gradients(chunks, model)
-
-
-@on_ranks(2)
-def test_logits_without_labels(rank: int, tmp_path: Path) -> None:
-    model = hf_models.make_model("gemma3").eval()
-    hf_models.save_on_first(model, tmp_path)
-    chunks = hf_models.load_chunks(tmp_path, "1f1b")
-    chunks[0].eval()
-    tokens = [{"input_ids": batch["input_ids"]} for batch in hf_models.batches(3)]
-
-    def step(data_iterator: Any, chunk: Any) -> Any:
-        return chunk(**next(data_iterator)), lambda logits: (logits.sum(), logits)
-
-    logits = hf_models.run("1f1b", chunks, tokens, forward_step_func=step, forward_only=True)
-    with torch.no_grad():
-        for got, batch in zip(logits, tokens):
-            assert torch.equal(got, model(**batch).logits)
-    assert len(logits) == (3 if rank else 0)

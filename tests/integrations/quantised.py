@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tools import hf_models
-from torch import nn
 
 import megapipe
 from benchmarks.memory import memory_of
@@ -170,24 +169,3 @@ def test_two_cards_for_a_large_model(rank: int, tmp_path: Path) -> None:
     assert 0.99 * held < found.held < held
     assert 0.99 * peak < found.peak < peak
     assert expected_bytes(5120, 27648, 152064, 2)[1] < 15e9
-
-
-@on_ranks(1)
-def test_one_layer_in_full_precision(rank: int, tmp_path: Path) -> None:
-    """The weights of a rank's layers never are in memory at once before they are quantised."""
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 64}
-    model = hf_models.make_model("llama", **sizes)
-    model.save_pretrained(tmp_path)
-    layer = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
-    hf_models.initialise(1)
-    chunks: list[Any] = []
-
-    def load(**options: Any) -> None:
-        chunks[:] = build_chunks(tmp_path, "1f1b", seed=None, **options)
-        load_weights(chunks, tmp_path, after_layer=quantising.nf4)
-
-    load()  # what is imported or compiled once
-    lazy, at_once = memory_of("cpu", lambda: load(device="meta")), memory_of("cpu", load)
-    assert at_once.peak > 12 * layer
-    assert lazy.peak < lazy.held + 4 * layer  # that in the file, that in the chunk, and what quantises it
-    assert isinstance(chunks[0].model.layers[3].mlp.up_proj.weight, nn.Parameter)

@@ -19,7 +19,8 @@ from megapipe.integrations.transformers import CannotCutError, build_chunks
 from megapipe.integrations.transformers.cut_check import check_cut
 from megapipe.integrations.transformers.whole_model import make_meta_model, make_model, make_small_config
 
-ZAMBA = {"num_hidden_layers": 8, "attn_layer_period": 3, "attn_layer_offset": 1}
+TWO = {"num_hidden_layers": 2}
+SHARED = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention"] * 2 + ["hybrid"] * 2}
 
 
 def build(rank: int, kind: str, options: dict[str, Any]) -> None:
@@ -30,7 +31,7 @@ def build(rank: int, kind: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "difference"),
     [
-        ("zamba", {**ZAMBA, "tie_word_embeddings": True}, "stages 0 and 1 share a parameter (model.layers.2."),
+        ("zamba", {"tie_word_embeddings": True}, "stages 0 and 1 share a parameter (model.layers.2."),
         ("hrm_text", {}, "it runs its layers in the order [0, 1, 2, 3, 0, 1, 2, 3"),
         ("inkling2_text", {}, "its stages have the loss"),
     ],
@@ -50,14 +51,14 @@ def test_what_would_be_trained_wrong_is_refused_on_every_rank(
 @pytest.mark.parametrize(
     ("kind", "schedule", "options"),
     [
-        ("nanochat", "1f1b", {}),  # norms the embeddings too
-        ("zamba", "zbv", {**ZAMBA, "tie_word_embeddings": False}),  # layers read the embeddings
-        ("zamba", "1f1b", {**ZAMBA, "tie_word_embeddings": True, "layout": [8, 0]}),
+        ("nanochat", "1f1b", TWO),  # norms the embeddings too
+        ("zamba", "zbv", SHARED | {"tie_word_embeddings": False}),  # layers read the embeddings
+        ("zamba", "1f1b", SHARED | {"tie_word_embeddings": True, "layout": [4, 0]}),
         ("gemma4_text", "zbv", {}),  # whose layers read embeddings of their own, and keys of earlier ones
-        ("deepseek_v4", "1f1b", {}),  # has several streams, and routes by tokens
-        ("opt", "1f1b", {"layout": [0, 4]}),
+        ("deepseek_v4", "1f1b", TWO),  # has several streams, and routes by tokens
+        ("opt", "1f1b", TWO | {"layout": [0, 2]}),
         ("bert", "zbv", {}),
-        ("bloom", "1f1b", {"layout": [4, 0]}),
+        ("bloom", "1f1b", TWO | {"layout": [2, 0]}),
     ],
     ids=lambda value: str(value),
 )
@@ -83,7 +84,7 @@ def test_stages_that_read_tokens_say_so(rank: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("llama", {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192}),
+        ("llama", {"num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192, "num_hidden_layers": 8}),
         ("deepseek_v3", {"num_hidden_layers": 5}),
         ("jamba", {"num_hidden_layers": 8}),
         ("granitemoehybrid", {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}),

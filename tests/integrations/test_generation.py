@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools.ranks import RankPool, on_ranks
+from tools.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
 import torch
 from tools import hf_generation, hf_models
-from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig
 
 from megapipe import parallel_state
-from megapipe.integrations.transformers import generate
+from megapipe.integrations.transformers import build_chunks, generate
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("gemma2", "zbv"), ("mixtral", "1f1b")])
@@ -27,9 +26,9 @@ def test_tokens_are_those_of_transformers(rank: int, name: str, schedule: str, t
 
 
 @on_ranks(2)
-def test_training_is_left_as_it_was(rank: int, tmp_path: Path) -> None:
-    hf_models.save_on_first(hf_models.make_model("llama"), tmp_path)
-    chunks = hf_models.load_chunks(tmp_path, "1f1b")
+def test_training_is_left_as_it_was(rank: int) -> None:
+    hf_models.initialise(2)
+    chunks = build_chunks(hf_models.make_config("llama"), "1f1b")
     chunks[0].own_layers[0].eval()
     before = [module.training for module in chunks[0].modules()]
     state = torch.get_rng_state()
@@ -39,40 +38,29 @@ def test_training_is_left_as_it_was(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_sharded_chunks_write(rank: int, tmp_path: Path) -> None:
+def test_sharded_chunks_write(rank: int) -> None:
     """FSDP2's classes make a copy from anew, which failed: LlamaForCausalLM.__init__() misses its config."""
-    hf_models.save_on_first(hf_models.make_model("llama"), tmp_path)
     parallel_state.initialize_model_parallel()
-    (chunk,) = chunks = hf_models.load_chunks(tmp_path, "1f1b")
+    chunks = build_chunks(hf_models.make_config("llama"), "1f1b")
     wanted = generate(chunks, "1f1b", hf_generation.PROMPTS, max_new_tokens=3)
-    for module in (*chunk.own_layers, chunk):
-        fully_shard(module, mesh=parallel_state.get_data_parallel_mesh())
+    hf_models.shard(chunks)
     assert torch.equal(generate(chunks, "1f1b", hf_generation.PROMPTS, max_new_tokens=3), wanted)
 
 
-def generate_wrongly(rank: int, folder: Path, options: dict[str, Any]) -> None:
-    hf_models.save_on_first(hf_models.make_model("llama"), folder)
-    chunks = hf_models.load_chunks(folder, "1f1b")
-    generate(chunks, "1f1b", hf_generation.PROMPTS, max_new_tokens=3, **options)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"temprature": 2.0}, "temprature"),
+    ({"num_beams": 2}, "there are no beams"),
+    ({"return_dict_in_generate": True}, "takes no return_dict_in_generate=True, .* pass False"),
+    ({"guidance_scale": 2.0}, "takes no guidance_scale=2.0, since guidance runs the model a second time"),
+    ({"generation_config": GenerationConfig(cache_implementation="static")}, "takes no cache_implementation='static'"),
+    ({"num_microbatches": 4}, "6 sequences cannot be split into 4 microbatches of the same size"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temprature": 2.0}, "temprature"),
-        ({"num_beams": 2}, "there are no beams"),
-        ({"return_dict_in_generate": True}, "takes no return_dict_in_generate=True, .* pass False"),
-        ({"guidance_scale": 2.0}, "takes no guidance_scale=2.0, since guidance runs the model a second time"),
-        (
-            {"generation_config": GenerationConfig(cache_implementation="static")},
-            "takes no cache_implementation='static'",
-        ),
-        ({"num_microbatches": 4}, "6 sequences cannot be split into 4 microbatches of the same size"),
-    ],
-)
-def test_errors_of_the_last_rank_are_told_to_all(
-    ranks: RankPool, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    for error in ranks.run(2, generate_wrongly, tmp_path, options, errors=True):
+@on_ranks(2)
+def test_errors_of_the_last_rank_are_told_to_all(rank: int) -> None:
+    hf_models.initialise(2)
+    chunks = build_chunks(hf_models.make_config("llama"), "1f1b")
+    for options, message in WRONG:
         with pytest.raises(ValueError, match=message):
-            raise error
+            generate(chunks, "1f1b", hf_generation.PROMPTS, max_new_tokens=3, **options)

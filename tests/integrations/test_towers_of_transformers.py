@@ -23,7 +23,7 @@ def test_gradients_and_files_are_those_of_the_whole_model(rank: int, kind: str, 
 
 @on_ranks(2)
 def test_some_microbatches_have_no_image(rank: int, tmp_path: Path) -> None:
-    batches = hf_towers.batches("qwen2_vl", 4)
+    batches = hf_towers.batches("qwen2_vl", 2)
     model, chunks = hf_towers.load("qwen2_vl", tmp_path, "1f1b", example=batches[0])
     for batch in batches[1::2]:
         for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids"):
@@ -37,7 +37,7 @@ def test_the_text_alone_keeps_its_names(rank: int, tmp_path: Path) -> None:
     model, chunks = hf_towers.load("llava", tmp_path, "1f1b", text_only=True)
     names = {name for chunk in chunks for name, _ in chunk.named_parameters()}
     assert not any("vision" in name or "projector" in name for name in names)
-    batches = [{name: batch[name] for name in ("input_ids", "labels")} for batch in hf_towers.batches("llava", 4)]
+    batches = [{name: batch[name] for name in ("input_ids", "labels")} for batch in hf_towers.batches("llava", 2)]
     for batch in batches:
         batch["input_ids"] = batch["input_ids"].clamp(min=10)
     hf_towers.check(model, chunks, "1f1b", batches)

@@ -14,35 +14,30 @@ from tools.ranks import RankPool, on_ranks
 pytest.importorskip("accelerate")
 
 from tools import trainers
-from tools.trainers import train
 
 from megapipe.integrations.transformers import PipelineTrainer
 from megapipe.integrations.transformers.trainer_checks import REFUSED_ARGS, REFUSED_KEYWORDS, check_names, check_trainer
 
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "metrics": (2, "1f1b", {"predicts": True, "keywords": {"compute_metrics": trainers.accuracy}}),
-    "two chunks per rank": (2, "zbv", {"max_grad_norm": 0.0}),
+    "metrics, and generating in a callback": (
+        2, "1f1b", {"predicts": True, "writes": True, "keywords": {"compute_metrics": trainers.accuracy}},
+    ),
     "own compute_loss": (2, "1f1b", {"has_own_loss": True}),
-    "label smoothing": (2, "1f1b", {"label_smoothing_factor": 0.1}),
-    "compute_loss_func": (
-        2, "zbv", {"predicts": True, "keywords": {
+    "label smoothing in bf16": (2, "1f1b", {"label_smoothing_factor": 0.1, "bf16": True}),
+    "compute_loss_func, and norms that are not clipped": (
+        2, "zbv", {"predicts": True, "max_grad_norm": 0.0, "keywords": {
             "compute_loss_func": trainers.loss_func, "compute_metrics": trainers.accuracy,
             "preprocess_logits_for_metrics": trainers.guessed,
         }},
     ),
-    "bf16": (2, "1f1b", {"bf16": True}),
     "in one process": (1, "1f1b", {}),
-    "generating in a callback": (2, "1f1b", {"writes": True}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_the_plain_trainer(ranks: RankPool, name: str, tmp_path: Path) -> None:
     num_ranks, schedule, case = CASES[name]
-    (want,) = ranks.run(1, run_plain, tmp_path / "plain", case)
-    for got in ranks.run(num_ranks, run_pipeline, num_ranks, tmp_path / "pipeline", schedule, case):
-        trainers.assert_same(got, want)
-        assert got["flos"] == want["flos"]
+    trainers.compare(ranks, num_ranks, schedule, case, tmp_path)
     if case.get("writes"):
         saved = [
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pipeline" / one)
@@ -51,36 +46,21 @@ def test_training_is_that_of_the_plain_trainer(ranks: RankPool, name: str, tmp_p
         assert all(torch.equal(a, b) for a, b in zip(*(one.parameters() for one in saved)))
 
 
-def run_plain(rank: int, folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    return train(rank, 1, folder, **case)
-
-
-def run_pipeline(rank: int, num_ranks: int, folder: Path, schedule: str, case: dict[str, Any]) -> dict[str, Any]:
-    return train(rank, num_ranks, folder, schedule, **case)
-
-
-def run_replicas(rank: int, folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    return train(rank, 2, folder, **case)
-
-
 def test_replicas_are_those_of_ddp(ranks: RankPool, tmp_path: Path) -> None:
-    """With an evaluation set that two replicas cannot share evenly. The trainer logs the mean of all ranks, here of
-    four with two values."""
-    case = {"gradient_accumulation_steps": 2, "keywords": {"compute_metrics": trainers.accuracy}}
-    want, _ = ranks.run(2, run_replicas, tmp_path / "plain", case)
-    for got in ranks.run(4, run_pipeline, 4, tmp_path / "pipeline", "1f1b", {**case, "pp": 2}):
-        trainers.assert_same(got, want, of_logs=1e-6)
+    """With an evaluation set that two replicas cannot share evenly."""
+    trainers.compare_replicas(ranks, "1f1b", {"max_steps": 2}, tmp_path)
 
 
 def test_a_run_goes_on_under_another_schedule(ranks: RankPool, tmp_path: Path) -> None:
     """And a second run into the same folder saves there again, as the plain trainer does."""
-    case = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    through, _ = ranks.run(2, run_pipeline, 2, tmp_path / "through", "zbv", case)
-    for _ in range(2):
-        ranks.run(2, run_pipeline, 2, tmp_path / "begun", "1f1b", case)
-    saved = tmp_path / "begun" / "checkpoint-2"
+    case = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "eval_strategy": "no"}
+    through, _ = ranks.run(2, trainers.run, 2, tmp_path / "run", "zbv", case)
+    saved = tmp_path / "run" / "checkpoint-1"
+    before = (saved / "model.safetensors").stat().st_mtime_ns
+    ranks.run(2, trainers.run, 2, tmp_path / "run", "1f1b", case)
+    assert (saved / "model.safetensors").stat().st_mtime_ns > before
     assert "model.safetensors" in {path.name for path in saved.iterdir()}
-    (got, _) = ranks.run(2, run_pipeline, 2, tmp_path / "resumed", "zbv", {**case, "resume": saved})
+    (got, _) = ranks.run(2, trainers.run, 2, tmp_path / "resumed", "zbv", {**case, "resume": saved})
     assert len(got["logs"]) < len(through["logs"])
     trainers.assert_same({**got, "logs": []}, {**through, "logs": []})
 

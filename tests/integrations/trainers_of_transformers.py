@@ -4,7 +4,6 @@ the shortest cases."""
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 from tools import trainers
-from tools.trainers import train
+from tools.trainers import run, train
 from tools.trainers_of_trl import train_with_trl
 
 ACCURACY = {"compute_metrics": trainers.accuracy}
@@ -59,33 +58,21 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def run(rank: int, num_ranks: int, folder: Path, schedule: str | None, case: dict[str, Any]) -> dict[str, Any]:
-    return train(rank, num_ranks, folder, schedule, **case)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_the_plain_trainer(ranks: RankPool, name: str, tmp_path: Path) -> None:
     num_ranks, schedule, case = CASES[name]
-    (want,) = ranks.run(1, run, 1, tmp_path / "plain", None, case)
-    for got in ranks.run(num_ranks, run, num_ranks, tmp_path / "pipeline", schedule, case):
-        trainers.assert_same(got, want)
-        assert got["flos"] == want["flos"]
+    trainers.compare(ranks, num_ranks, schedule, case, tmp_path)
 
 
 def test_tied_weights(ranks: RankPool, tmp_path: Path) -> None:
     """Their gradients are added up in another order."""
     case = {"tied": True, "gradient_accumulation_steps": 5, "max_steps": 6}
-    (want,) = ranks.run(1, run, 1, tmp_path / "plain", None, case)
-    for got in ranks.run(4, run, 4, tmp_path / "pipeline", "1f1b", case):
-        trainers.assert_same(got, want, rounding=1e-6)
+    trainers.compare(ranks, 4, "1f1b", case, tmp_path, rounding=1e-6)
 
 
 @pytest.mark.parametrize("case", [{"tied": True}, {"has_own_loss": True}, {"average_tokens_across_devices": False}])
 def test_replicas_are_those_of_ddp(ranks: RankPool, case: dict[str, Any], tmp_path: Path) -> None:
-    case = {**case, "gradient_accumulation_steps": 2, "keywords": ACCURACY}
-    want, _ = ranks.run(2, run, 2, tmp_path / "plain", None, case)
-    for got in ranks.run(4, run, 4, tmp_path / "pipeline", "zbv", {**case, "pp": 2}):
-        trainers.assert_same(got, want, rounding=1e-6 if "tied" in case else 0.0, of_logs=1e-6)
+    trainers.compare_replicas(ranks, "zbv", case, tmp_path)
 
 
 def test_dropout_draws_from_nothing_that_data_are_drawn_from(ranks: RankPool, tmp_path: Path) -> None:
@@ -275,13 +262,3 @@ def test_trl_trains_as_without_a_pipeline(ranks: RankPool, name: str, tmp_path: 
     want = ranks.run(replicas, run_trl, replicas, tmp_path / "plain", kind, None, case)[0]
     for got in ranks.run(num_ranks, run_trl, num_ranks, tmp_path / "pipeline", kind, schedule, case):
         trainers.assert_same(got, want, of_logs=1e-6)
-
-
-def test_the_files_say_what_was_trained(ranks: RankPool, tmp_path: Path) -> None:
-    for got in ranks.run(2, run, 2, tmp_path, "1f1b", {"save_strategy": "steps", "save_steps": 4}):
-        assert got["state"][0] == 4
-    names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
-    assert names >= {"model.safetensors", "config.json", "trainer_state.json", "training_args.bin"}
-    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
-    assert state["global_step"] == 4
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final").config.vocab_size == 64

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from tools import hf_models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from megapipe.integrations.transformers import count_items, save_pretrained
+from megapipe.integrations.transformers import count_items
 from megapipe.integrations.transformers.whole_model import make_small_config
 
 KINDS = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -43,7 +42,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 64},
     "nemotron": {"num_key_value_heads": 48},
     "reformer": {"is_decoder": True},
-    "zamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "num_hidden_layers": 8},
+    "zamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "num_hidden_layers": 6},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
 }  # fmt: skip
 """What differs from the defaults of a kind, where they make no model or leave out what matters."""
@@ -73,7 +72,5 @@ def check(kind: str, schedule: str, folder: Path, layout: list[int] | None = Non
     chunks = hf_models.load_chunks(folder / "given", schedule, layout=layout)
     for chunk in chunks:
         chunk.eval()  # the kinds' dropout
-    hf_models.compare(schedule, chunks, model, count_items(hf_models.batches(4)))
-    save_pretrained(chunks, folder / "saved")
-    if dist.get_rank() == 0:
-        hf_models.assert_same_weights(transformers.AutoModelForCausalLM.from_pretrained(folder / "saved"), model)
+    hf_models.compare(schedule, chunks, model, count_items(hf_models.batches(2)))
+    hf_models.assert_saved(chunks, model, folder / "saved")

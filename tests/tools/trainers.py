@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 import transformers
 from tools import ranks
+from tools.hf_models import check_once
 from torch import Tensor, nn
 
 import megapipe
 from megapipe import parallel_state
+from megapipe.integrations.transformers import build
 
 ranks.IMPORTED_ONCE += [name for name in ["transformers.trainer"] if name not in ranks.IMPORTED_ONCE]
+
+build.check_cut = check_once
 
 OFFLINE = {"TRL_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 VOCABULARY = 64
@@ -108,7 +112,7 @@ def clip_like_megapipe(trainer: Any) -> None:
 def arguments(folder: Path, **changes: Any) -> Any:
     options = {
         "output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4,
-        "gradient_accumulation_steps": 4, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2,
+        "gradient_accumulation_steps": 4, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 2,
         "save_strategy": "no", "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2, "seed": 3,
         "weight_decay": 0.1, "logging_steps": 1, "disable_tqdm": True, "report_to": "none",
     }  # fmt: skip
@@ -305,3 +309,27 @@ def assert_same(got: dict[str, Any], want: dict[str, Any], rounding: float = 0.0
             assert same, (name, got[name] if name == "state" else largest_difference(got[name], want[name]))
     for name, value in want.get("metrics", {}).items():
         assert abs(got["metrics"][name] - value) <= 1e-6
+
+
+def run(rank: int, num_ranks: int, folder: Path, schedule: str | None, case: dict[str, Any]) -> dict[str, Any]:
+    """`train`, as a pool of ranks calls it."""
+    return train(rank, num_ranks, folder, schedule, **case)
+
+
+def compare(
+    pool: ranks.RankPool, num_ranks: int, schedule: str, case: dict[str, Any], folder: Path, rounding: float = 0.0
+) -> None:
+    """On every rank, all is as by the plain trainer in one process."""
+    (want,) = pool.run(1, run, 1, folder / "plain", None, case)
+    for got in pool.run(num_ranks, run, num_ranks, folder / "pipeline", schedule, case):
+        assert_same(got, want, rounding)
+        assert got["flos"] == want["flos"] or case.get("tied")  # which count on two stages
+
+
+def compare_replicas(pool: ranks.RankPool, schedule: str, case: dict[str, Any], folder: Path) -> None:
+    """Two pipelines of two ranks are two processes of DDP. The trainer logs the mean of all ranks, here of four with
+    two values."""
+    case = {"gradient_accumulation_steps": 2, "keywords": {"compute_metrics": accuracy}, **case}
+    want, _ = pool.run(2, run, 2, folder / "plain", None, case)
+    for got in pool.run(4, run, 4, folder / "pipeline", schedule, {**case, "pp": 2}):
+        assert_same(got, want, rounding=1e-6 if "tied" in case else 0.0, of_logs=1e-6)
