@@ -41,16 +41,17 @@ def import_schedule(name: str) -> str:
         return name
     if not Path(file).is_file():
         raise ValueError(f"there is no file {file}: give FILE.py:NAME, of a file with functions under @schedule.")
-    before = set(schedule_names())
     if (folder := str(Path(file).parent)) not in sys.path:
         sys.path.append(folder)  # what lies beside a script can be imported
     try:
-        found = runpy.run_path(file).get(wanted)
+        names = runpy.run_path(file)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{file} ends with {type(error).__name__}: {error}") from error
+    found = names.get(wanted)
     known = found.name if isinstance(found, Schedule) else wanted
     if known not in schedule_names():
-        made = sorted(set(schedule_names()) - before)
+        every = [one for one in names.values() if isinstance(one, Schedule)]
+        made = sorted(one.name for one in every if one.loops.__module__ == names["__name__"])  # others are imported
         raise ValueError(f"{file} has no schedule {wanted!r}: it has {', '.join(made) or 'none'} under @schedule.")
     return known
 

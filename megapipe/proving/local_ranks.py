@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import re
@@ -48,6 +49,7 @@ def on_local_ranks(num_ranks: int, function: Callable[[], Any], timeout: float) 
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ValueError("this process uses CUDA, which forked ones cannot: start under torchrun instead.")
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # or the first backward of each rank does
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         processes, ends = [], []

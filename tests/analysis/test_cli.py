@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tools.measured import as_measured
@@ -333,19 +334,16 @@ def test_schedules_of_the_users_own(capsys: pytest.CaptureFixture[str], tmp_path
     """They could be looked at only by way of a file of a plan."""
     (mine := tmp_path / "mine.py").write_text(OWN)
     sizes = ("--pp", "2", "--microbatches", "4")
-    try:
+    with mock.patch.dict(registry._schedules):  # each time that the file is read it makes its schedule known
         assert "step       24," in output_of(capsys, "show", f"{mine}:one_by_one", *sizes)
-        assert (
-            rows_of(output_of(capsys, "compare", f"{mine}:one_by_one_of_mine", *sizes))["one_by_one_of_mine"][0] == 24
-        )
+        compared = rows_of(output_of(capsys, "compare", f"{mine}:one_by_one_of_mine", *sizes))
+        assert compared["one_by_one_of_mine"][0] == 24
         assert "one_by_one_of_mine" in rows_of(output_of(capsys, "tune", recorded, f"{mine}:one_by_one"))
-    finally:
-        registry._schedules.pop("one_by_one_of_mine", None)
-    for name, message in (
-        ("mine.py:it", "there is no file mine.py"),
-        (f"{mine}:it", "has no schedule 'it': it has one_"),
-    ):
-        assert message in error_of(capsys, "show", name, *sizes)
+        for name, message in (
+            ("mine.py:it", "there is no file mine.py"),
+            (f"{mine}:it", "has no schedule 'it': it has one_"),
+        ):
+            assert message in error_of(capsys, "show", name, *sizes)
 
 
 @pytest.mark.parametrize("command", ["show", "compare", "tune", "fit"])

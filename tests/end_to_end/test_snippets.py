@@ -2,7 +2,8 @@
 
 The Python blocks of a page run one after the other, in one namespace: on 4 ranks where the page counts them, on 2 with
 a pipeline that is half as long on all others. Blocks in HTML comments (`<!-- python`) run too: they are what a reader
-has already. A page that does not begin with one continues the script of the ten steps.
+has already. A page that links to the whole script of the ten steps
+continues it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megapipe.analysis import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CONTINUES = "ten_steps.md#the-whole-script"
 README = ROOT / "README.md"  # test_readme.py runs its script
 ON_FOUR = ("data_parallelism", "errors", "own_model", "from_megatron", "from_torch", "own_schedule", "ten_steps")
 
@@ -133,8 +135,7 @@ def test_snippets_run(ranks: RankPool, page: Path, tmp_path: Path) -> None:
     if page.stem == "from_megatron" and find_spec("megatron") is None:
         pytest.skip("make test installs megatron-core")
     blocks = snippets_of(page)
-    continues = page.stem != "ten_steps" and not any(block.is_hidden for block in blocks[:1])
-    before = [setup()] if continues else []
+    before = [setup()] if CONTINUES in page.read_text() else []
     outputs = ranks.run(4 if page.stem in ON_FOUR else 2, run_on_rank, before + blocks, str(page), tmp_path)
     for number, block in enumerate(blocks, start=len(before)):
         if block.output is not None:

@@ -1,6 +1,5 @@
 """Ranks of a proof are forks of the process that asks for it."""
 
-import importlib
 import os
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 def forks() -> None:
     """Gradients that an earlier test has computed on a device leave threads, without which autograd runs in no fork.
     Torch 2.15 has them where graphs of a device were traced."""
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # which each first backward of a fork would import
     if (child := os.fork()) == 0:
         try:
             torch.ones(1, requires_grad=True).sum().backward()
