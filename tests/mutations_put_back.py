@@ -23,7 +23,7 @@ PUT_BACK = [
         "An error of the model about any list was told as one about the list of set_input_tensor.",
         "tests/stages/test_stage.py::test_an_error_about_another_list_is_left_as_it_is",
         "megapipe/stages/stage.py",
-        "and _has_list(error, unit):",
+        "and _took_list_for_tensor(error, unit):",
         'and "list" in str(error):',
     ),
     (
