@@ -156,6 +156,10 @@ def assert_one_mode(forward: nn.Module, backward: nn.Module) -> None:
     assert len(sizes) == len(set(sizes)) > 0
     with torch.no_grad(), examples[0].fake_mode:
         module.forward(list(examples))  # torch refuses to mix modes
+    with mock.patch.object(graph.compile, "_compile", look):
+        graph.compile_graph(of_stage(forward).partition.forward, "a forward alone")
+    known = [node for node in given[0].graph.nodes if node.meta]
+    assert known == [], "inductor finds out by itself about sizes that depend on values"
 
 
 @on_ranks(1)
