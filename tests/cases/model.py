@@ -195,7 +195,7 @@ def by_experts(odd: Odd, x: Tensor) -> Tensor:
 def by_mask(odd: Odd, x: Tensor) -> Tensor:
     """Only some tokens are changed, as many as there are."""
     mask = x.mean(-1) > 0
-    return x.index_put((mask,), torch.tanh(odd.linear(x[mask])))
+    return x.index_put((mask,), torch.tanh(odd.linear(x[mask])).to(x.dtype))  # under autocast it is another
 
 
 ODD: dict[str, Callable[[Odd, Tensor], Tensor]] = {
