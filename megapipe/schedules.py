@@ -583,8 +583,7 @@ def interleaved_order(pipe: Verbs, num_per_rank: int = 2, num_more: int = 0) -> 
     forwards = [chunk for group in groups for chunk in range(pipe.num_chunks) for _ in range(group)]
     backwards = [pipe.num_chunks - 1 - chunk for chunk in forwards]
     # The first group has to reach the last chunk. Further forwards for each rank after this one fill the time in which
-    # the
-    # first backward comes back through these ranks. That backward is of the last slice of the first microbatch, so
+    # the first backward comes back through these ranks. That backward is of the last slice of the first microbatch, so
     # the other slices are warmup too.
     num_later_ranks = pipe.pp_size - pipe.pp_rank - 1
     num_warmup = (pipe.num_chunks - 1) * groups[0] + num_per_rank * num_later_ranks + num_more

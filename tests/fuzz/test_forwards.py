@@ -1,6 +1,7 @@
 """A few of the forwards that `make fuzz` draws, so that what draws them stays at work."""
 
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def test_what_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_fuzzer_starts() -> None:
+def test_the_fuzzer_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows take nothing of `cases.parts`, so that only `make fuzz` saw what had been renamed under it."""
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # of which it exchanges the first, as of a script
     assert runpy.run_path(str(Path(__file__).with_name("__main__.py")), run_name="fuzzer")["main"]

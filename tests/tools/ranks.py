@@ -139,11 +139,9 @@ def on_ranks(num_ranks: int | None = None) -> Callable[[Callable[..., Any]], Cal
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        folder = str(Path(inspect.getfile(body)).parent)
-
         @functools.wraps(body)
         def test(ranks: RankPool, **arguments: Any) -> None:
-            ranks.run(num_ranks or arguments["num_ranks"], _Body(body.__module__, body.__name__, folder), arguments)
+            ranks.run(num_ranks or arguments["num_ranks"], _Body(body.__module__, body.__name__), arguments)
 
         own = inspect.signature(body)
         parameters = [inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD), *own.parameters.values()]
@@ -182,15 +180,12 @@ class _Body:
 
     module: str
     qualified_name: str
-    folder: str
 
     @property
     def __name__(self) -> str:
         return self.qualified_name
 
     def __call__(self, rank: int, arguments: dict[str, Any]) -> None:
-        if self.folder not in sys.path:  # an earlier job may have left another one
-            sys.path.append(self.folder)
         inspect.unwrap(getattr(importlib.import_module(self.module), self.qualified_name))(rank, **arguments)
 
 
