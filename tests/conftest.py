@@ -5,9 +5,13 @@ from collections.abc import Iterator
 import pytest
 from tools.ranks import RankPool
 
+gc.disable()  # what is imported stays
+
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported: else each collection looks at all of it
+    gc.enable()
+    gc.set_threshold(10_000, 20, 20)
 
 
 # What is frozen when a process ends is a leak to torch 2.15. Not before, since pytest collects five times when it ends.

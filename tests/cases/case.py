@@ -171,14 +171,19 @@ def traits_of_plan(schedule: str, pp: int, m: int, num_chunks: int, num_slices: 
     return {name for name, is_shown in shown.items() if is_shown}
 
 
-def draw_case(seed: int, number: int) -> Case:
+def draw_sizes(seed: int, number: int) -> Case:
+    """A random case that has no feature yet."""
     rng = Random(f"{seed} {number}")
     schedule = rng.choice(SCHEDULES)
     found = find_schedule(schedule)
     pp = rng.randint(1, min(MAX_RANKS, found.max_pp_size or MAX_RANKS))
     chunks = found.num_chunks or rng.randint(found.min_chunks if pp > 1 else 1, 3)
     layers = pp * chunks + rng.randint(0, 3)
-    case = Case(schedule, pp, rng.randint(1, 2 * pp + 4), (), rng.choice([1, 1, 2, 3, 4]), chunks, layers)
+    return Case(schedule, pp, rng.randint(1, 2 * pp + 4), (), rng.choice([1, 1, 2, 3, 4]), chunks, layers)
+
+
+def draw_case(seed: int, number: int) -> Case:
+    case = draw_sizes(seed, number)
     for kind in FEATURES:
         rng = Random(f"{seed} {number} {kind.__name__}")  # of its own: one more feature leaves the others as they are
         for _ in range(kind.most):
