@@ -37,7 +37,7 @@ def layer(index: int) -> nn.Module:
 
 
 @on_ranks(1)
-def test_a_failed_call_leaves_the_gradients_of_tied_weights(rank: int) -> None:
+def test_a_refused_call_leaves_the_gradients_of_tied_weights(rank: int) -> None:
     """The gradients of all copies but the first were zeroed before anything of the call was looked at. A step of the
     optimizer after a call that failed made the copies grow apart. tests/cases has calls that are refused."""
     chunks = build("zbv", 1, 4)

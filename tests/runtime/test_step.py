@@ -104,7 +104,7 @@ def test_no_sync_of_torchs_data_parallelism(ranks: RankPool) -> None:
 def test_torchs_data_parallelism_is_refused(rank: int) -> None:
     """It reduced nothing on stages whose last forward is followed by other backwards than its own, and their replicas
     drifted apart in silence: in pipelines, and on one rank where the schedule has other passes in between."""
-    for schedule in ("gpipe", "zb1p", "zbv"):
+    for schedule in ("gpipe", "zbv"):
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1)
         chunks = build(schedule, 1, 4, deferred=True)
         wrapped = [torch.nn.parallel.DistributedDataParallel(chunk) for chunk in chunks]
