@@ -27,7 +27,7 @@ NORMS = [2.0, 1.0, 3.0, math.inf]
 @on_ranks(2)
 def test_of_the_whole_pipeline(rank: int) -> None:
     """Against torch's function on the unpartitioned model, in float64."""
-    for norm_type in NORMS:
+    for norm_type in (2.0, math.inf):
         chunks = build("zbv", 2, 8)
         run("zbv", chunks, 4)
         whole, _ = reference(8, 4)
@@ -84,15 +84,14 @@ def test_of_shards_experts_and_tied_weights(ranks: RankPool) -> None:
 def test_an_error_names_what_is_not_finite_on_every_rank(rank: int) -> None:
     chunks = build("zbv", 2, 8)
     run("zbv", chunks, 2)
-    for norm_type in (2.0, math.inf):
-        for value in (math.nan, math.inf):
-            for chunk in chunks:
-                if "3" in chunk.layers:
-                    chunk.layers["3"].up.weight.grad[1, 2] = value
-            with pytest.raises(RuntimeError, match=r"gradient of layers\.3\.up\.weight on rank 1\. "):
-                clip_grad_norm_(chunks, 1.0, norm_type, error_if_nonfinite=True)
-            norm = clip_grad_norm_(chunks, math.inf, norm_type)
-            assert not norm.isfinite()
+    for norm_type, value in ((2.0, math.inf), (math.inf, math.nan)):
+        for chunk in chunks:
+            if "3" in chunk.layers:
+                chunk.layers["3"].up.weight.grad[1, 2] = value
+        with pytest.raises(RuntimeError, match=r"gradient of layers\.3\.up\.weight on rank 1\. "):
+            clip_grad_norm_(chunks, 1.0, norm_type, error_if_nonfinite=True)
+        norm = clip_grad_norm_(chunks, math.inf, norm_type)
+        assert not norm.isfinite()
 
 
 @on_ranks(2)

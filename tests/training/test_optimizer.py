@@ -30,10 +30,9 @@ from megapipe import (
 )
 
 SCHEDULERS: list[Callable[[Any], Any]] = [
-    lambda optimizer: LambdaLR(optimizer, lambda n: 1 / (1 + n)),
     lambda optimizer: OneCycleLR(optimizer, 1e-2, total_steps=20),  # which moves momenta too
     lambda optimizer: SequentialLR(
-        optimizer, [LambdaLR(optimizer, lambda n: 0.1 * (1 + n)), CosineAnnealingLR(optimizer, 10)], [4]
+        optimizer, [LambdaLR(optimizer, lambda n: 0.1 * (1 + n)), CosineAnnealingLR(optimizer, 10)], [2]
     ),
 ]
 
@@ -41,17 +40,16 @@ SCHEDULERS: list[Callable[[Any], Any]] = [
 @on_ranks(2)
 def test_several_chunks_as_one(rank: int) -> None:
     """Against torch's optimizer, scheduler and clipping on the unpartitioned model."""
-    for schedule, number, make_scheduler in zip(("zbv", "1f1b", "zbv"), range(3), SCHEDULERS):
-        chunks = build(schedule, 2, 8)
-        make = (adamw, momentum, torch.optim.Adagrad)[number]
+    for schedule, make, make_scheduler in zip(("1f1b", "zbv"), (momentum, adamw), SCHEDULERS):
+        chunks = build(schedule, 2, 4)
         optimizer = PipelinedOptimizer(chunks, make, decay)
         scheduler = PipelinedLRScheduler(optimizer, make_scheduler)
-        whole = Stage(StageInfo(0, 1), 8)
+        whole = Stage(StageInfo(0, 1), 4)
         groups = [{"params": [p for p in whole.parameters() if p.dim() > 1]}]
         groups.append({"params": [p for p in whole.parameters() if p.dim() < 2], "weight_decay": 0.0})
         expected = make(groups)
         expected_scheduler = make_scheduler(expected)
-        for step in range(6):
+        for step in range(4):
             run(schedule, chunks, 2, seed=step)
             optimizer.step()
             optimizer.zero_grad()
@@ -72,7 +70,7 @@ def test_several_chunks_as_one(rank: int) -> None:
             assert set(state) == {name for name, _ in chunks[0].named_parameters()}
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)
-        assert optimizer.num_steps == 6
+        assert optimizer.num_steps == 4
 
 
 @on_ranks(2)
@@ -88,13 +86,14 @@ def test_one_weight_in_two_chunks_is_optimized_once(rank: int) -> None:
 def scaled(rank: int) -> tuple[list[float], list[float]]:
     """An Inf on one rank: all skip the step, and agree on the scale. Otherwise it is the run without a scaler."""
     scales, rates = [], []
-    chunks, plain = build("zbv", 2, 8), build("zbv", 2, 8)
+    chunks, plain = build("zbv", 2, 4), build("zbv", 2, 4)
     scaler = PipelinedGradScaler("cpu", init_scale=2.0**10)
     for chunk in chunks:
         chunk.config.grad_scale_func = scaler.scale
     optimizer, expected = PipelinedOptimizer(chunks, adamw), PipelinedOptimizer(plain, adamw)
-    scheduler = PipelinedLRScheduler(optimizer, SCHEDULERS[0])
-    expected_scheduler = PipelinedLRScheduler(expected, SCHEDULERS[0])
+    scheduler, expected_scheduler = (
+        PipelinedLRScheduler(one, lambda one: LambdaLR(one, lambda n: 1 / (1 + n))) for one in (optimizer, expected)
+    )
     for step in range(5):
         run("zbv", chunks, 2, seed=step)
         if step == 2 and rank == 1:
