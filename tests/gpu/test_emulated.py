@@ -77,7 +77,11 @@ def test_activations_in_host_memory(rank: int) -> None:
         if kind in changes:
             changes[kind].append(lazy_device.ALLOCATOR.allocated - before)
 
-    with emulated(), mock.patch.object(Pipeline, "run", run_and_look):
+    with (
+        emulated(),
+        mock.patch.multiple(test_gpu, MOST=3, MOVED=test_gpu.MOVED[1:]),
+        mock.patch.object(Pipeline, "run", run_and_look),
+    ):
         inspect.unwrap(test_gpu.test_activations_in_host_memory)(rank)
     half = len(changes["O"]) // 2
     assert len(changes["O"]) == len(changes["L"]) == 2 * half > 8
