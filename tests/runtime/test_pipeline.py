@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tools.against import Received, same_as_whole, use_groups
+from tools.failing import calling
 from tools.models import (
     BATCH,
     HIDDEN,
@@ -369,16 +370,14 @@ def test_shapes_adjusted_in_a_later_step_only(rank: int) -> None:
     run("1f1b", chunks, 2, data_iterator=data, adjust_tensor_shapes_fn=lambda received, sent: (longer, longer))
 
 
-@on_ranks(1)
-def test_a_schedule_within_its_own_step(rank: int) -> None:
-    """On one rank it ran, and the step around it ended with an AttributeError."""
-    chunks = build("1f1b", 1, 2)
-
-    def nested(items: Any, chunk: nn.Module) -> Any:
-        run("1f1b", chunks, 2)
-        return forward_step(items, chunk)
-
-    with pytest.raises(ValueError, match="while another call of it is under way"):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks()
+def test_a_schedule_within_its_own_step(rank: int, num_ranks: int) -> None:
+    """On one rank it ran, and the step around it ended with an AttributeError. On two it hung: the second one's forward
+    needs what the first one's returns."""
+    chunks = build("1f1b", num_ranks, 2)
+    nested = calling(lambda: run("1f1b", chunks, 2), 0)
+    with pytest.raises(PipelineError if rank else ValueError, match="a schedule was called while another call"):
         run("1f1b", chunks, 2, forward_step_func=nested)
 
 

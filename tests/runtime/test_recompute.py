@@ -152,17 +152,6 @@ def says_otherwise(self: Calling, x: Tensor) -> Tensor:
     return h
 
 
-def writes_into_dict(self: Calling, given: Any) -> Any:
-    given = given if isinstance(given, dict) else {"x": given, "all": []}
-    given["x"] = torch.tanh(self.a(given["x"]))
-    given["all"].append(given["x"])
-    return given
-
-
-def takes_dict(self: Calling, given: Any) -> Any:
-    return sum(writes_into_dict(self, given)["all"])
-
-
 def norm(self: Calling, x: Tensor) -> Tensor:
     return torch.tanh(nn.functional.batch_norm(self.a(x), self.mean, self.n, training=True))
 
@@ -201,7 +190,6 @@ def with_own_forward() -> list[nn.Module]:
 
 
 RIGHT: dict[str, tuple[Any, str | int]] = {
-    "containers": (lambda: [*map(Calling, [writes_into_dict] * 3 + [takes_dict])], "all"),
     "a buffer that is read and moved on": (one(moves_on, n=lambda: torch.zeros(())), "all"),
     "a number that is read and moved on": (one(moves_on, n=int), "all"),
     "a buffer that is made anew": (one(makes_anew, n=zeros), "all"),
