@@ -27,6 +27,7 @@ from megapipe import PipelinedOptimizer, StageInfo, parallel_state
 from megapipe.checkpoint import Checkpointer
 from megapipe.checkpoint.files import Writer, checkpoints_in
 from megapipe.checkpoint.fingerprints import fingerprint
+from megapipe.checkpoint.random_states import find_state
 from megapipe.checkpoint.reading import Reader
 from megapipe.process_groups import all_gather_json
 
@@ -478,6 +479,16 @@ def test_ranks_of_one_place_draw_the_same(rank: int, tmp_path: Path) -> None:
         use(**shape).load()
         numbers = drawn()
         assert len(numbers) == len({tuple(one) for all_of in numbers.values() for one in all_of}) == num_places, shape
+
+
+def test_whose_state_a_rank_goes_on_with() -> None:
+    saved = [[0, 0], [1, 0], [0, 0], [1, 0]]
+    assert [find_state(rank, saved, saved) for rank in range(4)] == [0, 1, 2, 3]
+    assert [find_state(rank, [[0, 0], [1, 0]], saved) for rank in range(2)] == [0, 1]
+    assert [find_state(rank, [[1, 0], [0, 0]] * 3, saved) for rank in range(6)] == [1, 0] * 3
+    assert [find_state(rank, sorted(saved), saved) for rank in range(4)] == [0, 2, 1, 3]
+    assert find_state(0, [[0, 0], [0, 1]], saved) is None
+    assert find_state(0, [[0, 0]], saved) is None
 
 
 def test_no_gpu_is_taken_for_random_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
