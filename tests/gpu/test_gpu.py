@@ -443,8 +443,8 @@ def large_messages(rank: int, schedule: str) -> None:
         dist.all_reduce(gradient, group=parallel_state.get_data_parallel_group())
     for way, config in WAYS.items():
         is_short = way == "short of memory"
-        if "p2p_lookahead" in config and not IS_GPU:  # gloo posts none ahead
-            continue
+        if not IS_GPU and ("p2p_lookahead" in config or (config and num_replicas > 1)):
+            continue  # gloo posts none ahead, and tests/cases has all others on the CPU
         if is_short and (schedule in MAY_HANG or num_replicas > 1):  # FSDP2 needs its memory in other pieces
             continue
         chunks = [WholeNumbers(info, p2p_max_ctas=1, **TRANSPORT, **config).to(device) for info in infos]

@@ -345,26 +345,6 @@ def test_weights_that_are_written_to_too_early(rank: int, way: str) -> None:
             call()
 
 
-@on_ranks(2)
-def test_frozen_weights_are_not_scaled(rank: int) -> None:
-    """A weight that was frozen behind the backward keeps its gradient, which clipping leaves alone. The step that was
-    made again scaled it."""
-    weights = []
-    for is_post_validated in (True, False):
-        chunks = build("1f1b", 2, 2)
-        optimizer: Any = PipelinedOptimizer(chunks, sgd)
-        if is_post_validated:
-            optimizer = validated(PostValidatedOptimizer(chunks, sgd, 1e-2), chunks)
-        run("1f1b", chunks, 2)
-        next(parameter for parameter in chunks[0].parameters() if parameter.grad is not None).requires_grad_(False)
-        if not is_post_validated:
-            clip_grad_norm_(chunks, 1e-2)
-        optimizer.step()
-        optimizer.finalize()
-        weights.append(weights_of(chunks))
-    assert same(*weights)
-
-
 def calls_of_void_steps(schedule: str, max_norm: float) -> tuple[Any, list[Tensor], int]:
     """What is called in three steps without `zero_grad`, each of which begins before the step before is validated."""
     calls: Counter[str] = Counter()
