@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tools.against import assert_same_gradients
 from tools.models import BATCH, SEQUENCE, Stage, add_gradients, batches, build, run
-from tools.ranks import RankPool, on_ranks
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -185,14 +185,14 @@ def sums_over_tokens(data_iterator: Any, model: Stage) -> tuple[Tensor, Any]:
     return model(batch["tokens"], batch["seed"]), loss_func
 
 
-def divided(rank: int, schedule: str, averaged: bool) -> None:
+@on_ranks(4)
+def test_divided_by_the_tokens_of_all_stages_and_replicas(rank: int) -> None:
+    """Where replicas add gradients up. A GradientReducer, which averages them, is in test_data_parallel.py."""
+
     def finalize(models: list[nn.Module], num_tokens: Tensor | None) -> None:
-        replicas = parallel_state.get_data_parallel_group()
         for parameter in (parameter for model in models for parameter in model.parameters()):
-            dist.all_reduce(parameter.grad, group=replicas)
-            if averaged:
-                parameter.grad /= replicas.size()
-        divide_by_num_tokens(models, num_tokens, averaged=averaged)
+            dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+        divide_by_num_tokens(models, num_tokens)
 
     def make(info: StageInfo) -> Stage:
         return Stage(info, NUM_LAYERS, calculate_per_token_loss=True, finalize_model_grads_func=finalize)
@@ -201,18 +201,13 @@ def divided(rank: int, schedule: str, averaged: bool) -> None:
         make,
         sums_over_tokens,
         data=[batch for seed in range(2) for batch in batches(M, seed)],
-        schedule=schedule,
+        schedule="1f1b",
         num_replicas=2,
         options={"seq_length": SEQUENCE, "micro_batch_size": BATCH},
     )
     assert proof, proof
 
 
-@pytest.mark.parametrize(("schedule", "averaged"), [("1f1b", False), ("zb1p", True)])
-def test_divided_by_the_tokens_of_all_stages_and_replicas(ranks: RankPool, schedule: str, averaged: bool) -> None:
-    ranks.run(4, divided, schedule, averaged)
-
-
-def test_dividing_needs_a_number(ranks: RankPool) -> None:
+def test_dividing_needs_a_number() -> None:
     with pytest.raises(ValueError, match="set config\\.calculate_per_token_loss"):
         divide_by_num_tokens([nn.Linear(1, 1)], None)
