@@ -127,8 +127,8 @@ def test_tokens_divide_in_the_dtype_of_the_loss(rank: int) -> None:
 
 @on_ranks(2)
 def test_validation_reports_microbatches_and_hands_out_slices(rank: int) -> None:
+    """Where loss functions return no loss, or there are none. tests/cases compares the losses."""
     (chunk,) = build("seq1f1b")
-    reports = run("seq1f1b", chunk, 3, (4, 2), forward_only=True)
 
     def without_loss(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, None]:
         return model(next(data_iterator)["tokens"]), None
@@ -139,10 +139,7 @@ def test_validation_reports_microbatches_and_hands_out_slices(rank: int) -> None
     outputs = run("seq1f1b", chunk, 3, (4, 2), forward_only=True, forward_step_func=without_loss)
     lengths = run("seq1f1b", chunk, 3, (4, 2), forward_only=True, forward_step_func=with_reports_only)
     assert lengths == ([6, 6, 6] if chunk.info.is_last else [])
-    assert all(parameter.grad is None for parameter in chunk.parameters())
-    for report, loss, output in zip(reports, whole(3, (4, 2))[1] if chunk.info.is_last else [], outputs, strict=True):
-        assert torch.equal(report["loss"], loss)
-        assert [part.shape[0] for part in output] == [4, 2]
+    assert [[part.shape[0] for part in output] for output in outputs] == [[4, 2]] * len(lengths)
 
 
 @on_ranks(2)

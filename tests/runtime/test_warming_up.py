@@ -46,18 +46,6 @@ class Layers(nn.Module):
         return F.dropout(self.norm(self.linear(x)), 0.3)
 
 
-class Graphed(nn.Module):
-    """The same without what a graph cannot have."""
-
-    def __init__(self, info: StageInfo) -> None:
-        super().__init__()
-        seed_cpu(info.index)
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.norm(self.linear(x)), 0.3)
-
-
 def forward_step(data_iterator: Iterator[Tensor], chunk: nn.Module) -> Any:
     x = next(data_iterator)
 
@@ -84,11 +72,12 @@ def test_the_first_step_compiles_nothing_more(rank: int, compiler: str) -> None:
         return graph.forward
 
     info = StageInfo(0, 1)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3))
     if compiler == "capture":
         mock.patch("megapipe.graph.autograd_function.compile_graph", compile_graph).start()
-        module: nn.Module = graph.capture(Graphed(info), (torch.zeros(BATCH, WIDTH),), compile="inductor")
+        module: nn.Module = graph.capture(layers, (torch.zeros(BATCH, WIDTH),), compile="inductor")
     else:
-        module = torch.compile(Graphed(info), backend=compile_graph)
+        module = torch.compile(layers, backend=compile_graph)
     chunk = PipelineStage(module, info)
     data = torch.randn(3, BATCH, WIDTH)
     for schedule in ("1f1b", "zb1p"):
@@ -134,7 +123,6 @@ def test_gradients_and_their_hooks_are_left_alone() -> None:
     assert torch.equal(main_grad, torch.ones(WIDTH, WIDTH))
     assert torch.equal(grad, torch.ones(WIDTH))
     assert not module.linear.weight.grad_added_to_main_grad
-    assert all(p.grad is None for name, p in chunk.named_parameters() if name != "linear.bias")
     assert {name: (id(parameter), parameter._version) for name, parameter in chunk.named_parameters()} == before
 
 
