@@ -32,6 +32,7 @@ def emulated(num_devices: int = 2) -> Iterator[None]:
             "TRANSPORT": {"p2p_transport": "host" if num_devices == 1 else "nccl"},
             "KINDS": ["dualpipev"],
             "NUM_LAYERS": 8,
+            "MOST": 3,
         }
         with (
             mock.patch.multiple(test_gpu, **on_device),
@@ -79,7 +80,7 @@ def test_activations_in_host_memory(rank: int) -> None:
 
     with (
         emulated(),
-        mock.patch.multiple(test_gpu, MOST=3, MOVED=test_gpu.MOVED[1:]),
+        mock.patch.object(test_gpu, "MOVED", test_gpu.MOVED[1:]),
         mock.patch.object(Pipeline, "run", run_and_look),
     ):
         inspect.unwrap(test_gpu.test_activations_in_host_memory)(rank)
