@@ -31,7 +31,7 @@ from megapipe.checkpoint.random_states import find_state
 from megapipe.checkpoint.reading import Reader
 from megapipe.process_groups import all_gather_json
 
-NUM_LAYERS, NUM_MICROBATCHES = 4, 4
+NUM_LAYERS, NUM_MICROBATCHES = 4, 2
 
 
 class Run:
@@ -79,7 +79,7 @@ def total(losses: list[Tensor]) -> float:
 # Any arrangement
 
 
-ARRANGEMENTS = [("1f1b", 4, None), ("zbv", 2, None), ("interleaved_1f1b", 2, 2), ("no_pipelining", 1, 3)]
+ARRANGEMENTS = [("1f1b", 4, None), ("zbv", 2, None), ("no_pipelining", 1, 3)]
 
 
 def go_on_elsewhere(rank: int, folder: Path) -> Any:
@@ -139,9 +139,7 @@ def as_embedding(chunk: nn.Module, name: str) -> str:
 @on_ranks(2)
 def test_tied_parameters_are_saved_once(rank: int, tmp_path: Path) -> None:
     """Saved by one process, where it is one tensor, or by two ranks, where it is two, under one name or two."""
-    for number, (global_name, pp_sizes) in enumerate(
-        [(None, (1, 2)), (None, (2, 1)), (as_embedding, (1, 2)), (as_embedding, (2, 1))]
-    ):
+    for number, (global_name, pp_sizes) in enumerate([(None, (1, 2)), (None, (2, 1)), (as_embedding, (2, 1))]):
         for pp_size in pp_sizes:
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(pp_size)
@@ -477,13 +475,7 @@ def test_ranks_of_one_place_draw_the_same(rank: int, tmp_path: Path) -> None:
     for shape in ({"pp": 2, "tp": 2}, {"tp": 2, "pp": 2}):
         use(**shape).load()
         assert drawn() == expected
-    for shape, num_places in (
-        ({"pp": 4}, 4),
-        ({"pp": 1, "tp": 4}, 1),
-        ({"pp": 2, "dp": 2}, 4),
-        ({"dp": 2, "tp": 2}, 2),
-    ):
-        shape = {"pp": 1, **shape}
+    for shape, num_places in (({"pp": 4}, 4), ({"pp": 1, "dp": 2, "tp": 2}, 2)):
         use(**shape).load()
         numbers = drawn()
         assert len(numbers) == len({tuple(one) for all_of in numbers.values() for one in all_of}) == num_places, shape
@@ -512,27 +504,24 @@ def test_no_gpu_is_taken_for_random_states(tmp_path: Path, monkeypatch: pytest.M
 # Shards
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_fsdp_shards(rank: int, tmp_path: Path) -> None:
-    """2 stages x 2 shards to 4 replicas of the whole model and back: every rank reads its shards only."""
+    """To replicas of the whole model and back: every rank reads its shards only."""
 
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-
-    def make(pp_size: int, sharded: bool, value: float) -> tuple[Stage, torch.optim.Optimizer]:
-        parallel_state.destroy_model_parallel()
-        (chunk,) = build("1f1b" if pp_size > 1 else "no_pipelining", pp_size, NUM_LAYERS)
+    def make(sharded: bool, value: float) -> tuple[Stage, torch.optim.Optimizer]:
+        (chunk,) = build("no_pipelining", 1, 2)
         if sharded:
-            fully_shard(chunk, mesh=mesh["dp"])
+            fully_shard(chunk, mesh=parallel_state.get_data_parallel_mesh())
         optimizer = torch.optim.AdamW(chunk.parameters(), lr=value)
         for parameter in chunk.parameters():
             parameter.grad = torch.full_like(parameter, value)
         optimizer.step()
         return chunk, optimizer
 
-    chunk, optimizer = make(2, True, 0.5)
+    chunk, optimizer = make(True, 0.5)
     Checkpointer(tmp_path, chunk, optimizer).save(1)
-    expected, expected_optimizer = make(1, False, 0.5)
-    whole, whole_optimizer = make(1, False, 0.25)
+    expected, expected_optimizer = make(False, 0.5)
+    whole, whole_optimizer = make(False, 0.25)
     checkpointer = Checkpointer(tmp_path, whole, whole_optimizer)
     checkpointer.load()
     for parameter, wanted in zip(whole.parameters(), expected.parameters(), strict=True):
@@ -541,7 +530,7 @@ def test_fsdp_shards(rank: int, tmp_path: Path) -> None:
             assert torch.equal(whole_optimizer.state[parameter][key], value)
     assert whole_optimizer.param_groups[0]["lr"] == 0.5
     checkpointer.save(2)
-    again, again_optimizer = make(2, True, 0.25)
+    again, again_optimizer = make(True, 0.25)
     Checkpointer(tmp_path, again, again_optimizer).load()
     for parameter, wanted in zip(again.parameters(), chunk.parameters(), strict=True):
         assert torch.equal(parameter.to_local(), wanted.to_local())

@@ -207,7 +207,8 @@ def test_keeps_the_last(tmp_path: Path) -> None:
         checkpointer.save(step)
     assert names_in(tmp_path) == ["step_00000005", "step_100000000"]
     assert read_position(tmp_path) == (100_000_000, None)
-    assert Checkpointer(tmp_path, filled(0.0)).load(tmp_path / "step_00000005") == (5, None)
+    # Given a checkpoint and not its run's folder, it looked for others in that one, and the run began anew, silently.
+    assert Checkpointer(tmp_path, filled(0.0)).load(tmp_path / "step_00000005", may_be_empty=True) == (5, None)
     with pytest.raises(ValueError, match="keep_last=0 would leave no checkpoint"):
         Checkpointer(tmp_path, filled(0.0), keep_last=0)
 
@@ -291,7 +292,8 @@ def test_loading_executes_nothing(tmp_path: Path) -> None:
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     """A bit that had flipped on the disk was loaded as a weight. With any bit of any file flipped, a checkpoint is
-    refused, or the bit meant nothing."""
+    refused, or the bit meant nothing. Of a broken archive, whose directory has no checksum, Python and torch say many
+    things."""
     layer = filled(1.0)
     optimizer = torch.optim.AdamW(layer.parameters())
     Checkpointer(tmp_path, layer, optimizer).save(1)
@@ -299,8 +301,8 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     num_refused = {}
     for file in path.iterdir():
         whole = file.read_bytes()
-        positions = range(0, len(whole), len(whole) // 50)
-        for position in positions:
+        directory = range(whole.find(b"PK\x01\x02"), whole.find(b"PK\x05\x06"), 13) if b"PK" in whole else ()
+        for position in (*range(0, len(whole), len(whole) // 50), *directory):
             changed = bytearray(whole)
             changed[position] ^= 1 << position % 8
             file.write_bytes(changed)
@@ -335,14 +337,6 @@ def test_each_tensor_is_read_once(tmp_path: Path) -> None:
     before = num_read()
     Checkpointer(tmp_path, layer).load()
     assert 1 <= (num_read() - before) / layer.weight.nbytes < 1.5
-
-
-def test_one_checkpoint_where_there_may_be_none(tmp_path: Path) -> None:
-    """Given one checkpoint and not its run's folder, `load` with `may_be_empty` looked for others in it and found none.
-    The run began anew, silently."""
-    layer = nn.Linear(2, 2)
-    Checkpointer(tmp_path, layer).save(1)
-    assert Checkpointer(tmp_path, layer).load(tmp_path / "step_00000001", may_be_empty=True) == (1, None)
 
 
 def test_damaged_and_foreign_checkpoints(tmp_path: Path) -> None:

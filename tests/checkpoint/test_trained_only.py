@@ -35,7 +35,8 @@ def step(chunks: list[Any], optimizer: Any) -> None:
 
 @on_ranks(2)
 def test_a_run_goes_on_with_what_is_trained(rank: int, tmp_path: Path) -> None:
-    """An optimizer may hold frozen parameters too; what was not saved stays as it is."""
+    """An optimizer may hold frozen parameters too; what was not saved stays as it is. A checkpoint of everything has
+    what is trained."""
     chunks, optimizer = frozen_but_for(".up.")
     with Checkpointer(tmp_path / "trained", chunks, optimizer, trained_only=True) as checkpointer:
         step(chunks, optimizer)
@@ -43,34 +44,18 @@ def test_a_run_goes_on_with_what_is_trained(rank: int, tmp_path: Path) -> None:
             layer.up.mean += 3
         checkpointer.save(1)
         step(chunks, optimizer)
-    with Checkpointer(tmp_path / "all", chunks, optimizer) as checkpointer:
-        checkpointer.save(2)
-    other, own = frozen_but_for(".up.")
-    with Checkpointer(tmp_path / "trained", other, own, trained_only=True) as checkpointer:
-        assert checkpointer.load().step == 1
-        step(other, own)
-    state = other[0].state_dict()
-    for name, tensor in chunks[0].state_dict().items():
-        assert torch.equal(state[name], tensor), name
+    Checkpointer(tmp_path / "all", chunks, optimizer).save(2)
+    for folder, num_steps in (("trained", 1), ("all", 0)):
+        other, own = frozen_but_for(".up.")
+        assert Checkpointer(tmp_path / folder, other, own, trained_only=True).load().step == 2 - num_steps
+        for _ in range(num_steps):
+            step(other, own)
+        state = other[0].state_dict()
+        for name, tensor in chunks[0].state_dict().items():
+            assert torch.equal(state[name], tensor), (folder, name)
+    with pytest.raises(ValueError, match="has no model"):
+        Checkpointer(tmp_path / "trained", other).load()
     if rank == 0:
         save_safetensors(tmp_path / "trained", tmp_path / "file")
         names = load_file(tmp_path / "file/model.safetensors")
         assert sorted(names) == sorted(f"layers.{n}.up.{key}" for n in range(4) for key in ("weight", "bias", "mean"))
-
-
-@on_ranks(2)
-def test_a_checkpoint_of_everything_has_what_is_trained(rank: int, tmp_path: Path) -> None:
-    chunks, optimizer = frozen_but_for("down")
-    with Checkpointer(tmp_path, chunks, optimizer) as checkpointer:
-        step(chunks, optimizer)
-        checkpointer.save(1)
-    other, own = frozen_but_for("down")
-    with Checkpointer(tmp_path, other, own, trained_only=True) as checkpointer:
-        assert checkpointer.load().step == 1
-    state = other[0].state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in chunks[0].state_dict().items())
-    more, _ = frozen_but_for(".")
-    with Checkpointer(tmp_path / "none", other, own, trained_only=True) as checkpointer:
-        checkpointer.save(2)
-    with Checkpointer(tmp_path / "none", more) as checkpointer, pytest.raises(ValueError, match="has no model"):
-        checkpointer.load()

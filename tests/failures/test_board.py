@@ -30,7 +30,7 @@ def of_replica(other: int) -> str:
     return f"in the pipeline of ranks {other}, {other + 2}: "
 
 
-@pytest.mark.parametrize("where", ["reducer", "own collective in a step", "clipping"])
+@pytest.mark.parametrize("where", ["own collective in a step", "clipping"])
 @on_ranks(4)
 def test_a_replica_that_fails_is_heard_of_everywhere(rank: int, where: str) -> None:
     """Replicas did not hear of each other's failures: a rank in a collective with the failed one waited until the
@@ -44,9 +44,7 @@ def test_a_replica_that_fails_is_heard_of_everywhere(rank: int, where: str) -> N
             clip_grad_norm_(chunks, 1.0)
 
     with mock.patch.object(TIMING, "until_abort", 0.5):
-        if where == "reducer":
-            config.finalize_model_grads_func = GradientReducer(chunks).finish
-        elif where == "own collective in a step":
+        if where == "own collective in a step":
             config.finalize_model_grads_func = lambda *args: dist.all_reduce(torch.ones(1))
         text = heard(train, KeyError)
     told = "rank 1 failed at 1F0: KeyError: 'no such thing'"

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tools.failing import calling
 from tools.models import assert_same_gradients, build, reference, run
 from tools.ranks import on_ranks, start_again
 
@@ -94,12 +93,3 @@ def test_ranks_know_whether_they_share_a_gpu(rank: int, uuids: list[str]) -> Non
     with mock.patch.object(torch.cuda, "get_device_properties", properties), session.step():
         for _ in range(2):  # asked again for another placement
             assert session._is_shared(torch.device("cuda", 0)) == (uuids[0] == uuids[1])
-
-
-@on_ranks(2)
-def test_a_schedule_called_within_a_step_is_refused(rank: int) -> None:
-    """The next rank's forward needs what this one's returns, so it cannot come to the call within that: a hang."""
-    chunks = build("1f1b", 2, 4)
-    step = calling(lambda: run("1f1b", chunks, 1, forward_only=True), 0)
-    with pytest.raises(PipelineError if rank else ValueError, match="a schedule was called while another call"):
-        run("1f1b", chunks, 2, forward_step_func=step)

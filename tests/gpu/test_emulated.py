@@ -32,6 +32,7 @@ def emulated(num_devices: int = 2) -> Iterator[None]:
             "TRANSPORT": {"p2p_transport": "host" if num_devices == 1 else "nccl"},
             "KINDS": ["dualpipev"],
             "NUM_LAYERS": 8,
+            "MOST": 3,
         }
         with (
             mock.patch.multiple(test_gpu, **on_device),
@@ -77,7 +78,11 @@ def test_activations_in_host_memory(rank: int) -> None:
         if kind in changes:
             changes[kind].append(lazy_device.ALLOCATOR.allocated - before)
 
-    with emulated(), mock.patch.object(Pipeline, "run", run_and_look):
+    with (
+        emulated(),
+        mock.patch.object(test_gpu, "MOVED", test_gpu.MOVED[1:]),
+        mock.patch.object(Pipeline, "run", run_and_look),
+    ):
         inspect.unwrap(test_gpu.test_activations_in_host_memory)(rank)
     half = len(changes["O"]) // 2
     assert len(changes["O"]) == len(changes["L"]) == 2 * half > 8

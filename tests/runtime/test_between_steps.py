@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from tools.against import mean_square, normal, step, unlabelled, use_groups
-from tools.models import Stage, add_gradients, build, run
+from tools.models import build, run
 from tools.ranks import on_ranks
 from torch import Tensor, nn
 
@@ -17,7 +17,6 @@ from megapipe import PipelineConfig, PipelineError, PipelineStage, TiedWeights, 
 from megapipe.runtime.pipeline import Pipeline
 from megapipe.runtime.session import Session
 
-NAMES = ["embedding.weight", "head.weight"]
 M = 3
 
 
@@ -37,46 +36,25 @@ def layer(index: int) -> nn.Module:
 # Tied weights
 
 
-@on_ranks(2)
-def test_a_tied_weight_that_is_exchanged(rank: int) -> None:
-    """Which modules had the copies was checked in the first step only: the gradients of those that had been exchanged
-    were summed on, and the copies in use grew apart."""
-    chunks = build("1f1b", 2, 4)
-    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
-    run("1f1b", chunks, M)
-    if rank == 1:
-        chunks[0].head = nn.Linear(chunks[0].head.in_features, chunks[0].head.out_features)
-    with pytest.raises((ValueError, PipelineError), match=r"head\.weight, a tied weight, is not that of the chunks"):
-        run("1f1b", chunks, M)
-
-
 @on_ranks(1)
 def test_a_refused_call_leaves_the_gradients_of_tied_weights(rank: int) -> None:
     """The gradients of all copies but the first were zeroed before anything of the call was looked at. A step of the
-    optimizer after a call that was refused, or failed, made the copies grow apart."""
+    optimizer after a call that failed made the copies grow apart. tests/cases has calls that are refused."""
     chunks = build("zbv", 1, 4)
-    TiedWeights(chunks, NAMES).sum_in_steps(chunks)
+    TiedWeights(chunks, ["embedding.weight", "head.weight"]).sum_in_steps(chunks)
     run("zbv", chunks, M)
-    weights = [chunks[0].embedding.weight, chunks[1].head.weight]
-    before = [weight.grad.clone() for weight in weights]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    before = [parameter.grad.clone() for parameter in parameters]
     with pytest.raises(ValueError, match="data_iterator ended at microbatch 0"):
         run("zbv", chunks, M, data_iterator=iter([]))
-    with pytest.raises(TypeError, match="must be callable"):
-        run("zbv", chunks, M, forward_step_func=None)
-    assert all(torch.equal(weight.grad, grad) for weight, grad in zip(weights, before))
-    run("zbv", chunks, M)
-    expected = Stage(megapipe.StageInfo(0, 1), 4)
-    for _ in range(2):
-        add_gradients(expected, M)
-    assert torch.allclose(weights[0].grad, weights[1].grad)
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(parameters, before))
 
 
 # Tokens
 
 
-@pytest.mark.parametrize("sets_none", [True, False])
 @on_ranks(2)
-def test_tokens_of_gradients_that_were_dropped(rank: int, sets_none: bool) -> None:
+def test_tokens_of_gradients_that_were_dropped(rank: int) -> None:
     """Whether earlier calls still count was guessed from gradients that are None: wrong for gradients that are zeroed,
     and on a last stage that trains nothing. A step is refused where gradients are gone and nothing has said so."""
     use_groups()
@@ -97,14 +75,15 @@ def test_tokens_of_gradients_that_were_dropped(rank: int, sets_none: bool) -> No
             num_microbatches=M,
         )
 
+    for sets_none in (True, False):
+        call(is_last=False)
+        chunk.zero_grad(sets_none)
+        call(is_last=False)  # nobody asks for tokens
+        megapipe.discard_gradients(chunk)
+        call(is_last=True)
+    assert found == [24.0 if rank == 1 else 0.0] * 2
     call(is_last=False)
-    chunk.zero_grad(sets_none)
-    call(is_last=False)  # nobody asks for tokens
-    megapipe.discard_gradients(chunk)
-    call(is_last=True)
-    assert found == [24.0 if rank == 1 else 0.0]
-    call(is_last=False)
-    chunk.zero_grad(sets_none)
+    chunk.zero_grad(set_to_none=False)
     with pytest.raises((ValueError, PipelineError), match="were cleared without being finalized"):
         call(is_last=True)
 
@@ -112,52 +91,34 @@ def test_tokens_of_gradients_that_were_dropped(rank: int, sets_none: bool) -> No
 # Placements and messages
 
 
+def train_by_plans(rank: int, folder: Path, plans: list[str]) -> None:
+    """A step of each, with the stages that this rank has had before."""
+    use_groups()
+    kept: dict[int, PipelineStage] = {}
+    for number, text in enumerate(plans):
+        (folder / str(rank)).mkdir(exist_ok=True)
+        (path := folder / str(rank) / f"{number}.txt").write_text(text)
+        infos = stages_for_rank(str(path))
+        config = PipelineConfig(broadcast_reports=True)
+        chunks = [kept.setdefault(info.index, PipelineStage(layer(info.index), info, config)) for info in infos]
+        (report,) = train(str(path), chunks, 1)
+        expected = nn.Sequential(*map(layer, range(infos[0].num_stages)))(*data(1)[0])
+        assert torch.equal(torch.as_tensor(report), mean_square(expected))
+
+
 @on_ranks(2)
 def test_two_placements_that_are_neither_a_loop_nor_a_v(rank: int, tmp_path: Path) -> None:
     """Channels were kept by the name of the placement, and all such placements of plans have one name: the second plan
     got the channels of the first, and a KeyError."""
-    use_groups()
-    plans = {"a": "1F0 2F0 2B0 1B0\n0F0 3F0 3B0 0B0\n", "b": "1F0 3F0 3B0 1B0\n0F0 2F0 2B0 0B0\n"}
-    for name, text in plans.items():
-        path = tmp_path / str(rank) / f"{name}.txt"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        infos = stages_for_rank(str(path))
-        chunks = [PipelineStage(layer(info.index), info, PipelineConfig(broadcast_reports=True)) for info in infos]
-        reports = train(str(path), chunks, 1)
-        expected = nn.Sequential(*map(layer, range(4)))(*data(1)[0])
-        assert torch.equal(torch.as_tensor(reports[0]), mean_square(expected))
-
-
-@on_ranks(2)
-def test_found_messages_are_those_between_two_ranks(rank: int) -> None:
-    """What a stage had sent was kept without whom to. In a V stage 1 sends to its own rank, and in the next schedule to
-    another one, which was refused for ever: one end knew the message, and the other did not."""
-    use_groups()
-    kept: dict[int, PipelineStage] = {}
-    for schedule in ("zbv", "interleaved_1f1b", "zbv", "interleaved_1f1b"):
-        infos = stages_for_rank(schedule, num_chunks=2)
-        chunks = [kept.setdefault(info.index, PipelineStage(layer(info.index), info)) for info in infos]
-        train(schedule, chunks)
+    train_by_plans(rank, tmp_path, ["1F0 2F0 2B0 1B0\n0F0 3F0 3B0 0B0\n", "1F0 3F0 3B0 1B0\n0F0 2F0 2B0 0B0\n"])
 
 
 @on_ranks(3)
 def test_a_new_peer_has_not_seen_the_messages(rank: int, tmp_path: Path) -> None:
     """Under the second plan stage 0 sends to another rank, where stage 1 is new. What it had sent to the first one was
     known at one end of the boundary only, so all later steps were refused."""
-    use_groups()
-    kept: dict[int, PipelineStage] = {}
-    for name, order in {"a": (0, 1, 2), "b": (0, 2, 1)}.items():
-        path = tmp_path / str(rank) / f"{name}.txt"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(f"{stage}F0 {stage}B0\n" for stage in order))
-        (info,) = stages_for_rank(str(path))
-        chunk = kept.setdefault(
-            info.index, PipelineStage(layer(info.index), info, PipelineConfig(broadcast_reports=True))
-        )
-        reports = train(str(path), [chunk], 1)
-        expected = nn.Sequential(*map(layer, range(3)))(*data(1)[0])
-        assert torch.equal(torch.as_tensor(reports[0]), mean_square(expected))
+    orders = [(0, 1, 2), (0, 2, 1)]
+    train_by_plans(rank, tmp_path, ["".join(f"{stage}F0 {stage}B0\n" for stage in order) for order in orders])
 
 
 # Steps that are called alike
@@ -204,8 +165,8 @@ def test_any_number_of_microbatches(rank: int) -> None:
     in post-training, each step was checked and built anew."""
     use_groups()
     chunks = [PipelineStage(layer(info.index), info) for info in stages_for_rank("zbv")]
-    numbers = [5, 1, 3, 2, 4, 6, 7, 8, 9]
-    for number in [5, *numbers]:  # what is found in the first step makes others of what it began with
+    numbers = [3, 1, 2]
+    for number in [3, *numbers]:  # what is found in the first step makes others of what it began with
         train("zbv", chunks, number)
     with mock.patch.object(Pipeline, "__init__", side_effect=AssertionError("built anew")):
         for number in reversed(numbers):

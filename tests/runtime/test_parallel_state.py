@@ -52,6 +52,10 @@ def test_meshes(rank: int) -> None:
     assert hybrid.mesh_dim_names == ("dp_replicate", "dp_shard")
     assert hybrid.mesh.tolist() == [[0, 1], [2, 3]]
 
+    # One rank for experts made the mesh flat: what was to be replicated was sharded.
+    from_mesh(pp=1, dp_replicate=2, dp_shard=2, ep=1)
+    assert parallel_state.get_data_parallel_mesh().mesh_dim_names == ("dp_replicate", "dp_shard")
+
     from_mesh(dp_shard=2, pp=2)
     pipeline = [rank // 2 * 2, rank // 2 * 2 + 1]
     assert groups() == [pipeline, [rank % 2, rank % 2 + 2], [rank % 2, rank % 2 + 2]]
@@ -84,11 +88,3 @@ def test_meshes_that_do_not_fit(rank: int) -> None:
     assert "the ranks of the mesh, [1, 0], do not grow" in message(reversed_mesh)
     one = DeviceMesh("cpu", torch.tensor([rank]), mesh_dim_names=("pp",), _init_backend=False)
     assert "the mesh has 1 ranks (1), but there are 2: make one of all" in message(one)
-
-
-@on_ranks(2)
-def test_a_mesh_with_one_rank_for_experts(rank: int) -> None:
-    """It made the data-parallel mesh flat, so what was to be replicated was sharded."""
-    names = ("pp", "dp_replicate", "dp_shard", "ep")
-    parallel_state.initialize_from_mesh(init_device_mesh("cpu", (1, 2, 1, 1), mesh_dim_names=names))
-    assert parallel_state.get_data_parallel_mesh().mesh_dim_names == ("dp_replicate", "dp_shard")

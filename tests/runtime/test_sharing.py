@@ -23,10 +23,9 @@ def session_of_all(size: int) -> Session:
     return Session.of(parallel_state.get_pipeline_model_parallel_group())
 
 
-@pytest.mark.parametrize("source", [0, 2])
 @on_ranks(3)
-def test_nested_values(rank: int, source: int) -> None:
-    session = session_of_all(3)
+def test_nested_values(rank: int) -> None:
+    session, source = session_of_all(3), 2
     for number in range(3):
         value: Any = [
             {

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import megapipe
 from megapipe import StageInfo, parallel_state, slices, stages_for_rank
 from megapipe.analysis import load_timeline
+from megapipe.graph import capture
 from megapipe.plan import Action
 
 CUT = Case("seq1f1b", 2, 3, [Slices([3, 2, 1])])
@@ -68,10 +69,10 @@ def test_shapes_of_other_slices_are_found(rank: int) -> None:
     outputs, in the order in which these were sent. Lengths in a range stayed those of the step before."""
     (chunk,) = build("seq1f1b")
     stage = megapipe.PipelineStage(chunk, chunk.info)
-    for lengths in ((3, 2, 1), range(1, 4), range(3, 0, -1)):
+    for lengths in ((3, 2, 1), range(1, 4)):
         stage.zero_grad()
-        run("seq1f1b", [stage], 3, lengths)
-        assert_same_gradients([chunk], whole(3, lengths)[0].stages)
+        run("seq1f1b", [stage], 2, lengths)
+        assert_same_gradients([chunk], whole(2, lengths)[0].stages)
 
 
 @on_ranks(2)
@@ -83,9 +84,6 @@ def test_slices_in_autocast(rank: int) -> None:
     linear.register_forward_hook(lambda module, args, output: computed.append(output.dtype))
     run("seq1f1b", chunk, 2, (3, 3))
     assert set(computed) == {torch.bfloat16}
-    model, _ = whole(2, (3, 3))
-    largest = max(p.grad.norm() for p in model.parameters)
-    assert_same_gradients([chunk], model.stages, atol=0.05 * largest.item())
 
 
 @on_ranks(2)
@@ -129,8 +127,8 @@ def test_tokens_divide_in_the_dtype_of_the_loss(rank: int) -> None:
 
 @on_ranks(2)
 def test_validation_reports_microbatches_and_hands_out_slices(rank: int) -> None:
+    """Where loss functions return no loss, or there are none. tests/cases compares the losses."""
     (chunk,) = build("seq1f1b")
-    reports = run("seq1f1b", chunk, 3, (4, 2), forward_only=True)
 
     def without_loss(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, None]:
         return model(next(data_iterator)["tokens"]), None
@@ -141,10 +139,7 @@ def test_validation_reports_microbatches_and_hands_out_slices(rank: int) -> None
     outputs = run("seq1f1b", chunk, 3, (4, 2), forward_only=True, forward_step_func=without_loss)
     lengths = run("seq1f1b", chunk, 3, (4, 2), forward_only=True, forward_step_func=with_reports_only)
     assert lengths == ([6, 6, 6] if chunk.info.is_last else [])
-    assert all(parameter.grad is None for parameter in chunk.parameters())
-    for report, loss, output in zip(reports, whole(3, (4, 2))[1] if chunk.info.is_last else [], outputs, strict=True):
-        assert torch.equal(report["loss"], loss)
-        assert [part.shape[0] for part in output] == [4, 2]
+    assert [[part.shape[0] for part in output] for output in outputs] == [[4, 2]] * len(lengths)
 
 
 @on_ranks(2)
@@ -202,15 +197,8 @@ REFUSED = [
         {},
         "each a multiple of the 2 tensor-parallel ranks",
     ),
-    ({"context_parallel_size": 2}, {}, "does not go with context_parallel_size=2: cut sequences one way only"),
-    ({"variable_seq_lengths": True}, {}, "does not go with variable_seq_lengths"),
-    ({}, {"pipeline_inputs": {}}, "does not go with pipeline_inputs"),
-    (
-        {"num_microbatches_with_partial_activation_checkpoints": 1},
-        {},
-        "num_sequence_slices=2 does not go with num_microbatches_with_partial",
-    ),
 ]
+"""Beside what does not go together (tests/cases/test_combinations.py)."""
 
 
 @pytest.mark.parametrize(("config", "arguments", "text"), REFUSED)
@@ -235,29 +223,21 @@ def test_a_model_that_does_not_ask_for_its_slice_is_refused() -> None:
         run("seq1f1b", stage, 1, (3, 3), forward_step_func=step, data_iterator=iter(torch.ones(1, 6, 3)))
 
 
-def test_a_captured_stage_is_refused() -> None:
-    """Its graph was made of one sequence, and would leave out what earlier slices kept."""
-    from megapipe.graph import capture
-
-    for is_later in (False, True):
-        model = stage_of(StageInfo(0, 1), num_sequence_slices=2)
-        if is_later:
-            run("seq1f1b", model, 2, (3, 3))
-        capture(model.head, (torch.zeros(3, BATCH, HIDDEN, requires_grad=True),))
-        with pytest.raises(ValueError, match="=2 does not go with a captured stage: its graph hands on no state"):
-            run("seq1f1b", model, 2, (3, 3))
-
-
-def test_data_that_slices_cannot_read_again_is_refused() -> None:
-    """Each slice read another microbatch, where a data_iterator was asked by a method of its own; and again where an
-    earlier step was right, since only the first step was looked at."""
+def test_what_does_not_go_with_slices_is_refused_in_later_steps_too() -> None:
+    """Only the first step was looked at. Each slice read another microbatch, where a data_iterator was asked by a
+    method of its own, and a graph that was made of one sequence left out what earlier slices kept."""
     model = stage_of(StageInfo(0, 1), num_sequence_slices=2)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="does not go with a data_iterator without __next__"):
-            run("seq1f1b", model, 2, (3, 3), data_iterator=SimpleNamespace(get=lambda: None))
-        with pytest.raises(ValueError, match="does not go with pipeline_inputs"):
-            run("seq1f1b", model, 2, (3, 3), pipeline_inputs={})
-        run("seq1f1b", model, 2, (3, 3))
+    run("seq1f1b", model, 2, (3, 3))
+    later: dict[str, dict[str, Any]] = {
+        "a data_iterator without __next__": {"data_iterator": SimpleNamespace(get=lambda: None)},
+        "pipeline_inputs": {"pipeline_inputs": {}},
+        "a captured stage": {},
+    }
+    for what, arguments in later.items():
+        if not arguments:
+            capture(model.head, (torch.zeros(3, BATCH, HIDDEN, requires_grad=True),))
+        with pytest.raises(ValueError, match=f"does not go with {what}"):
+            run("seq1f1b", model, 2, (3, 3), **arguments)
 
 
 def test_slices_are_as_equal_as_can_be() -> None:

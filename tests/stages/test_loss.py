@@ -40,7 +40,7 @@ def gradient(dtype: torch.dtype, m: int, tokens: Tensor | None, **settings: Any)
 def test_gradients_are_those_of_the_divided_loss(
     dtype: torch.dtype, divided: Callable[[Tensor, int], Tensor], tokens: Tensor | None, settings: dict[str, Any]
 ) -> None:
-    for m in (1, 3, 7, 24, 1000):
+    for m in (1, 7, 24):
         weight = torch.tensor(1.3, dtype=dtype, requires_grad=True)
         divided(weight * weight, m).backward()
         assert weight.grad is not None

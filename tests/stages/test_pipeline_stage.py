@@ -51,9 +51,8 @@ def test_stages_without_layers(rank: int) -> None:
 
 @on_ranks(2)
 def test_no_activation_is_kept_from_one_step_to_the_next(rank: int) -> None:
-    for schedule in ("1f1b", "zbv"):
-        step(schedule, chunks := chunks_of(mlp, schedule), NUMBERS)
-        assert not any(chunk._received for chunk in chunks)
+    step("zbv", chunks := chunks_of(mlp, "zbv"), NUMBERS)
+    assert not any(chunk._received for chunk in chunks)
 
 
 # Shapes
@@ -61,15 +60,14 @@ def test_no_activation_is_kept_from_one_step_to_the_next(rank: int) -> None:
 
 @on_ranks(2)
 def test_microbatches_that_differ_in_the_first_step_may_always(rank: int) -> None:
-    for schedule in ("1f1b", "zbv"):
-        chunks = chunks_of(mlp, schedule)
-        for sizes in ((2, 3, 3, 1), (4, 4), (1, 5, 2)):
-            for chunk in chunks:
-                chunk.zero_grad()
-            step(schedule, chunks, of_sizes(*sizes))
-            expected = all_stages(chunks)
-            add_gradients(expected, of_sizes(*sizes))
-            assert_same_gradients(chunks, expected)
+    chunks = chunks_of(mlp, "zbv")
+    for sizes in ((2, 3, 3, 1), (4, 4), (1, 5, 2)):
+        for chunk in chunks:
+            chunk.zero_grad()
+        step("zbv", chunks, of_sizes(*sizes))
+        expected = all_stages(chunks)
+        add_gradients(expected, of_sizes(*sizes))
+        assert_same_gradients(chunks, expected)
 
 
 @on_ranks(2)
@@ -88,12 +86,13 @@ def test_other_shapes_after_the_first_step(rank: int) -> None:
 
 @on_ranks(2)
 def test_one_rank_with_new_chunks_is_told(rank: int) -> None:
-    """It finds shapes while the other expects those it has found: no rank may wait for a header that nobody sends."""
+    """It finds shapes while the other expects those it has found: no rank may wait for a header that nobody sends. The
+    error did not say that the chunk was why."""
     (chunk,) = chunks_of(mlp, "1f1b", timeout=20.0)
     step("1f1b", [chunk], of_sizes(4, 4))
     other = PipelineStage(mlp(chunk.info), chunk.info, chunk.config) if rank else chunk
     with pytest.raises(
-        ValueError, match=r"the message from stage 0 to stage 1: float32\[4, 8\] on rank 0; described by"
+        ValueError, match=r"stage 0 to stage 1: float32\[4, 8\] on rank 0; .* the first step of a new chunk on rank 1"
     ):
         step("1f1b", [other], of_sizes(4, 4))
     start_again()

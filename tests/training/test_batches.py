@@ -117,7 +117,6 @@ def train(rank: int, schedule: str, pp_size: int, needs: list[list[str]]) -> Non
 def test_each_rank_reads_what_its_stages_need(ranks: RankPool) -> None:
     ranks.run(1, train, "no_pipelining", 1, [["tokens", "labels"]])
     ranks.run(3, train, "1f1b", 3, [["tokens"], [], ["labels"]])
-    ranks.run(2, train, "interleaved_1f1b", 2, [["tokens"], ["labels"]])
     ranks.run(2, train, "zbv", 2, [["tokens", "labels"], []])
 
 

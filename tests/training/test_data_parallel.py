@@ -26,17 +26,15 @@ def replicated(schedule: str, pp_size: int, **options: Any) -> tuple[list[Stage]
     return chunks, reduced(chunks, **options)
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_zero_redundancy_optimizer(rank: int, tmp_path: Path) -> None:
     """Its state is not all on one rank, and saving it failed with torch's advice, which does not help."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # torch compiles functions for it
 
-    chunks, _ = replicated("1f1b", 1)
-    optimizer = ZeroRedundancyOptimizer(chunks[0].parameters(), torch.optim.AdamW, lr=1e-2)
-    run("1f1b", chunks, 2, seed=rank)
-    optimizer.step()
+    parallel_state.initialize_model_parallel()
+    optimizer = ZeroRedundancyOptimizer((layer := nn.Linear(2, 2)).parameters(), torch.optim.AdamW, lr=1e-2)
     with pytest.raises(ValueError, match="optimizer 0 is a ZeroRedundancyOptimizer, whose state_dict"):
-        Checkpointer(tmp_path, chunks, optimizer).save(1)
+        Checkpointer(tmp_path, layer, optimizer).save(1)
 
 
 class Log:

@@ -17,8 +17,7 @@ def plainly(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     return scaled.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 1.0), (torch.bfloat16, 0.7)])
 def test_numbers_and_gradients_are_torchs(dtype: torch.dtype, temperature: float) -> None:
     """Of rows that fill no last part, and of logits that are a part of others, as all but the last token's are."""
     torch.manual_seed(0)

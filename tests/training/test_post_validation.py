@@ -177,8 +177,8 @@ def post_validated(
 @pytest.mark.parametrize(
     ("schedules", "pp_size", "num_steps", "disturb", "seed"),
     [
-        (["zbv", "zb2p"], 2, 12, False, 12),
-        (["dualpipev"], 3, 12, True, 12),
+        (["dualpipev"], 2, 12, True, 12),
+        pytest.param(["zbv", "zb2p"], 2, 12, False, 12, marks=pytest.mark.soak),
         pytest.param(["zbv", "zb2p", "1f1b"], 2, 25, False, 2, marks=pytest.mark.soak),
         pytest.param(["zbv", "interleaved_1f1b", "dualpipev"], 4, 25, True, 4, marks=pytest.mark.soak),
     ],
@@ -193,17 +193,16 @@ def test_post_validated_steps(
             assert min(kinds[kind] for kind in ("plain", "clip", "nan", "inf")) >= 2
 
 
-@pytest.mark.parametrize("pp_size", [2, 3, 6])
-def test_zero_bubble_schedules_hear_of_the_norm_in_time(pp_size: int) -> None:
+@pytest.mark.parametrize(("name", "pp_size"), [("zb2p", 3), ("zbv", 6)])
+def test_zero_bubble_schedules_hear_of_the_norm_in_time(name: str, pp_size: int) -> None:
     """On the plan: when a rank reaches its first backward, the last rank has long ended the step before."""
-    for name in ("zb2p", "zbv"):
-        plan = make_plan(name, pp_size, 4 * pp_size)
-        spans = plan.simulate(num_steps=2).spans
-        for rank in spans:
-            second = rank[len(rank) // 2 :]
-            first_backward = next(span.start for span in second if span.action.kind == "B")
-            assert all(other[len(other) // 2 - 1].end <= first_backward for other in spans)
-            assert second[0].start == rank[len(rank) // 2 - 1].end  # no bubble between the steps
+    plan = make_plan(name, pp_size, 4 * pp_size)
+    spans = plan.simulate(num_steps=2).spans
+    for rank in spans:
+        second = rank[len(rank) // 2 :]
+        first_backward = next(span.start for span in second if span.action.kind == "B")
+        assert all(other[len(other) // 2 - 1].end <= first_backward for other in spans)
+        assert second[0].start == rank[len(rank) // 2 - 1].end  # no bubble between the steps
 
 
 @on_ranks(2)
@@ -241,24 +240,34 @@ class Adding(torch.optim.SGD):
         return {**super().state_dict(), "t": 0}
 
 
+class CountingInGroups(torch.optim.SGD):
+    """Keeps a count among its settings, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step()
+
+
 @on_ranks(2)
-def test_state_of_no_parameter_is_rolled_back(rank: int) -> None:
-    """An optimizer that keeps something under a name of its own, as MADGRAD does, failed in its second step. What it
-    keeps outside of its state cannot be rolled back, and is refused."""
+def test_what_an_optimizer_counts_is_rolled_back(rank: int) -> None:
+    """An optimizer that keeps something under a name of its own, as MADGRAD does, failed in its second step. A skipped
+    step left in the groups what it had put there. What is kept elsewhere cannot be rolled back, and is refused."""
     parallel_state.initialize_model_parallel(2)
     layer = nn.Linear(2, 2)
-    optimizer = PostValidatedOptimizer(layer, lambda groups: Counting(groups, lr=0.1), max_norm=1.0)
-    for gradient in (0.1, 5.0, math.nan, 0.1):  # as it is, clipped, skipped, as it is
-        for parameter in layer.parameters():
-            parameter.grad = torch.full_like(parameter, gradient)
-        optimizer.step()
-        optimizer.finalize()
-        optimizer.zero_grad()
-    assert optimizer.state_dict()["state"]["k"] == 3
+    for kind in (Counting, CountingInGroups):
+        optimizer = PostValidatedOptimizer(layer, partial(kind, lr=0.1), max_norm=1.0)
+        for gradient in (0.1, 5.0, math.nan, 0.1):  # as it is, clipped, skipped, as it is
+            for parameter in layer.parameters():
+                parameter.grad = torch.full_like(parameter, gradient)
+            optimizer.step()
+            optimizer.finalize()
+            optimizer.zero_grad()
+        assert {**optimizer.state_dict()["state"], **optimizer.param_groups[0]}["k"] == optimizer.num_steps == 3
     with pytest.raises(
         ValueError, match=r"Adding adds \['t'\] in its state_dict\(\), of which a step cannot be rolled"
     ):
-        PostValidatedOptimizer(layer, lambda groups: Adding(groups, lr=0.1), max_norm=1.0)
+        PostValidatedOptimizer(layer, partial(Adding, lr=0.1), max_norm=1.0)
 
 
 @on_ranks(2)
@@ -291,32 +300,6 @@ def test_steps_that_no_schedule_validates(rank: int) -> None:
     chunks[0].config.post_validated_optimizer = optimizer
     assert copy.deepcopy(chunks[0]).config.post_validated_optimizer is optimizer
     assert PipelineConfig.of(object()).post_validated_optimizer is None
-
-
-class CountingInGroups(torch.optim.SGD):
-    """Keeps a count among its settings, as schedule-free optimizers do."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        super().step()
-
-
-@on_ranks(2)
-def test_what_an_optimizer_counts_is_rolled_back(rank: int) -> None:
-    """A skipped step left in the groups what the step had put there."""
-    chunks = build("1f1b", 2, 4)
-    optimizer = validated(
-        PostValidatedOptimizer(chunks, lambda groups: CountingInGroups(groups, lr=0.1), math.inf), chunks
-    )
-    for is_finite in (True, False):
-        run("1f1b", chunks, 2)
-        if not is_finite:
-            next(chunks[0].parameters()).grad.fill_(math.nan)
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.finalize()
-    assert [group["k"] for group in optimizer.param_groups] == [optimizer.num_steps] == [1]
 
 
 @on_ranks(2)
@@ -362,26 +345,6 @@ def test_weights_that_are_written_to_too_early(rank: int, way: str) -> None:
             call()
 
 
-@on_ranks(2)
-def test_frozen_weights_are_not_scaled(rank: int) -> None:
-    """A weight that was frozen behind the backward keeps its gradient, which clipping leaves alone. The step that was
-    made again scaled it."""
-    weights = []
-    for is_post_validated in (True, False):
-        chunks = build("1f1b", 2, 2)
-        optimizer: Any = PipelinedOptimizer(chunks, sgd)
-        if is_post_validated:
-            optimizer = validated(PostValidatedOptimizer(chunks, sgd, 1e-2), chunks)
-        run("1f1b", chunks, 2)
-        next(parameter for parameter in chunks[0].parameters() if parameter.grad is not None).requires_grad_(False)
-        if not is_post_validated:
-            clip_grad_norm_(chunks, 1e-2)
-        optimizer.step()
-        optimizer.finalize()
-        weights.append(weights_of(chunks))
-    assert same(*weights)
-
-
 def calls_of_void_steps(schedule: str, max_norm: float) -> tuple[Any, list[Tensor], int]:
     """What is called in three steps without `zero_grad`, each of which begins before the step before is validated."""
     calls: Counter[str] = Counter()
@@ -419,7 +382,7 @@ def calls_of_void_steps(schedule: str, max_norm: float) -> tuple[Any, list[Tenso
     return (calls, reports, len(recorder._records)), weights_of(chunks), num_forwards
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 @on_ranks(2)
 def test_void_steps_leave_nothing_behind(rank: int, schedule: str) -> None:
     """A step on weights that are rolled back goes on to its end. Nobody may be told of gradients in it, and those from

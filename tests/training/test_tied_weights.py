@@ -13,13 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tools.against import assert_same_gradients
 from tools.models import BATCH, SEQUENCE, Stage, add_gradients, batches, build, run
-from tools.ranks import RankPool, on_ranks
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import megapipe
-from megapipe import PipelineError, StageInfo, TiedWeights, discard_gradients, divide_by_num_tokens, parallel_state
+from megapipe import PipelineError, StageInfo, TiedWeights, divide_by_num_tokens, parallel_state
 
 NAMES = ["embedding.weight", "head.weight"]
 NUM_LAYERS, M = 4, 3
@@ -56,51 +56,17 @@ def test_one_copy_is_frozen_later(rank: int, schedule: str) -> None:
         run(schedule, chunks, M)
 
 
-class WithUnused(Stage):
-    """Every stage has a weight of one name, which not all steps use, or not on all stages."""
-
-    users: tuple[int, ...] = ()
-
-    def __init__(self, info: StageInfo, num_layers: int, **config: Any) -> None:
-        super().__init__(info, num_layers, **config)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, *inputs: Any) -> Tensor:
-        output: Tensor = super().forward(*inputs)
-        return output * self.scale if self.info.index in self.users else output
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@on_ranks(2)
-def test_a_weight_that_no_stage_has_used(rank: int, schedule: str) -> None:
-    """It got a gradient of zeros, and an optimizer's weight decay made it smaller."""
-    chunks = build(schedule, 2, NUM_LAYERS, kind=WithUnused)
-    tied = TiedWeights(chunks, ["scale"] * chunks[0].info.num_stages)
-    tied.sum_in_steps(chunks)
-    run(schedule, chunks, M)
-    assert all(chunk.scale.grad is None for chunk in chunks)
-    for chunk in chunks:
-        chunk.users = (1,)
-    run(schedule, chunks, M)
-    assert all(chunk.scale.grad.item() != 0 for chunk in chunks)
-
-
 @on_ranks(2)
 def test_steps_sum_by_themselves(rank: int) -> None:
-    """A function of the user's own in place of the sum was accepted, and the two copies grew apart without a word."""
+    """Whatever the config finalizes gradients by; tests/cases has a function of the user's own."""
     chunks = build("1f1b", 2, NUM_LAYERS)
     tied = TiedWeights(chunks, NAMES)
     tied.sum_in_steps(chunks)
-    called = []
-    chunks[0].config.finalize_model_grads_func = lambda *arguments: called.append(rank)
-    run("1f1b", chunks, M)
-    assert_same_gradients(chunks, unpartitioned(), "1f1b")
     for finalize in (tied.sum_gradients, None):
         chunks[0].zero_grad()
         chunks[0].config.finalize_model_grads_func = finalize
         run("1f1b", chunks, M)
         assert_same_gradients(chunks, unpartitioned(), "1f1b")
-    assert called == [rank]
     chunks[0].zero_grad()
     chunks[0].tied_weights.clear()
     run("1f1b", chunks, M)
@@ -108,11 +74,11 @@ def test_steps_sum_by_themselves(rank: int) -> None:
     assert not torch.equal(own.grad, unpartitioned().head.weight.grad)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @on_ranks(2)
-def test_copies_of_chunks(rank: int, schedule: str) -> None:
+def test_copies_of_chunks(rank: int) -> None:
     """Chunks could not be copied, as averages of the weights are. In a V each copy had a sum of its own, of weights
     that were not trained, and the two weights grew apart."""
+    schedule = "zbv"
     chunks = build(schedule, 2, NUM_LAYERS)
     TiedWeights(chunks, NAMES).sum_in_steps(chunks)
     copies = [torch.optim.swa_utils.AveragedModel(chunk).module for chunk in chunks]
@@ -171,34 +137,18 @@ def test_shards_whose_gradients_are_whole_meanwhile(rank: int) -> None:
     torch.testing.assert_close(own.grad.full_tensor(), 2 * unpartitioned().head.weight.grad)
 
 
-@on_ranks(2)
-def test_one_parameter_under_two_names(rank: int) -> None:
-    """V placement: nothing to sum."""
-    for schedule in ("zbv", "v_half", "v_min"):
-        chunks = build(schedule, 2, NUM_LAYERS, deferred=True)
-        if rank == 0:
-            chunks[1].head.weight = chunks[0].embedding.weight
-        tied = TiedWeights(chunks, NAMES)
-        run(schedule, chunks, M)
-        before = None if rank else chunks[0].embedding.weight.grad.clone()
-        tied.sum_gradients()
-        if rank == 0:
-            assert torch.equal(chunks[0].embedding.weight.grad, before)
-            assert not hasattr(chunks[0].embedding.weight, "shared")
-            # The two uses add their gradients up in another order than in one backward.
-            torch.testing.assert_close(before, unpartitioned().embedding.weight.grad)
-
-
+@pytest.mark.parametrize("schedule", ["zbv", "no_pipelining"])
 @on_ranks(1)
-def test_one_parameter_under_two_names_of_one_chunk(rank: int) -> None:
-    """Nothing to sum either, and both names are known."""
-    (chunk,) = build("no_pipelining", 1, NUM_LAYERS)
-    chunk.head.weight = chunk.embedding.weight
-    tied = TiedWeights(chunk, NAMES)
-    run("no_pipelining", chunk, M)
-    before = chunk.head.weight.grad.clone()
+def test_one_parameter_under_two_names(rank: int, schedule: str) -> None:
+    """Of one chunk or two: nothing to sum."""
+    chunks = build(schedule, 1, NUM_LAYERS)
+    weight = chunks[-1].head.weight = chunks[0].embedding.weight
+    tied = TiedWeights(chunks, NAMES)
+    run(schedule, chunks, M)
+    before = weight.grad.clone()
     tied.sum_gradients()
-    assert torch.equal(chunk.head.weight.grad, before)
+    assert torch.equal(weight.grad, before)
+    assert not hasattr(weight, "shared")
 
 
 @pytest.mark.parametrize(
@@ -235,63 +185,29 @@ def sums_over_tokens(data_iterator: Any, model: Stage) -> tuple[Tensor, Any]:
     return model(batch["tokens"], batch["seed"]), loss_func
 
 
-def divided(rank: int, schedule: str, averaged: bool) -> None:
+@on_ranks(4)
+def test_divided_by_the_tokens_of_all_stages_and_replicas(rank: int) -> None:
+    """Where replicas add gradients up. A GradientReducer, which averages them, is in test_data_parallel.py."""
+
     def finalize(models: list[nn.Module], num_tokens: Tensor | None) -> None:
-        replicas = parallel_state.get_data_parallel_group()
         for parameter in (parameter for model in models for parameter in model.parameters()):
-            dist.all_reduce(parameter.grad, group=replicas)
-            if averaged:
-                parameter.grad /= replicas.size()
-        divide_by_num_tokens(models, num_tokens, averaged=averaged)
+            dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+        divide_by_num_tokens(models, num_tokens)
 
     def make(info: StageInfo) -> Stage:
         return Stage(info, NUM_LAYERS, calculate_per_token_loss=True, finalize_model_grads_func=finalize)
 
-    num_replicas = dist.get_world_size() // 2
     proof = megapipe.prove(
         make,
         sums_over_tokens,
-        data=[batch for seed in range(num_replicas) for batch in batches(M, seed)],
-        schedule=schedule,
-        num_replicas=num_replicas,
+        data=[batch for seed in range(2) for batch in batches(M, seed)],
+        schedule="1f1b",
+        num_replicas=2,
         options={"seq_length": SEQUENCE, "micro_batch_size": BATCH},
     )
     assert proof, proof
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "schedule", "averaged"), [(2, "zbv", False), (4, "1f1b", False), (4, "zb1p", True)]
-)
-def test_divided_by_the_tokens_of_all_stages_and_replicas(
-    ranks: RankPool, num_ranks: int, schedule: str, averaged: bool
-) -> None:
-    ranks.run(num_ranks, divided, schedule, averaged)
-
-
-@on_ranks(2)
-def test_tokens_of_several_calls(rank: int) -> None:
-    """Gradients that were added up over two calls were divided by the tokens of the second, so they were too large."""
-    chunks = build("1f1b", 2, NUM_LAYERS)
-    chunks[0].config.calculate_per_token_loss = True
-    found: list[float] = []
-
-    def call(*, is_last: bool) -> None:
-        noted = (lambda models, num_tokens: found.append(num_tokens.item())) if is_last else None
-        chunks[0].config.finalize_model_grads_func = noted
-        run("1f1b", chunks, M, forward_step_func=sums_over_tokens)
-
-    for are_last in ([True], [False, True], [True]):
-        for is_last in are_last:
-            call(is_last=is_last)
-        chunks[0].zero_grad()
-    call(is_last=False)
-    discard_gradients(chunks)  # nothing is to be divided by the tokens of what was thrown away
-    assert all(parameter.grad is None for parameter in chunks[0].parameters())
-    call(is_last=True)
-    assert found == [found[0] * number for number in (1, 2, 1, 1)]
-    assert (found[0] > 0) == (rank == 1)
-
-
-def test_dividing_needs_a_number(ranks: RankPool) -> None:
+def test_dividing_needs_a_number() -> None:
     with pytest.raises(ValueError, match="set config\\.calculate_per_token_loss"):
         divide_by_num_tokens([nn.Linear(1, 1)], None)

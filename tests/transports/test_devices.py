@@ -90,8 +90,8 @@ def assert_same(chunks: list[Stage], expected: list[Stage], read: Any, what: str
         assert_same_gradients([theirs], on_host, what)
 
 
-IN_SHORT = [(2, "nccl", ["1f1b", "dualpipev"]), (2, "host", ["interleaved_1f1b"]), (3, "nccl", ["zbv"])]
-"""Every kind, one of them over the other transport; all of them are a soak."""
+IN_SHORT = [(2, "host", ["interleaved_1f1b"]), (3, "nccl", ["zbv"])]
+"""Over each transport one; all of them are a soak."""
 ALL = [(num_ranks, transport, SCHEDULES) for num_ranks in (2, 4) for transport in TRANSPORTS]
 CASES = pytest.mark.parametrize(
     ("num_ranks", "transport", "schedules"),
@@ -101,18 +101,10 @@ CASES = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize(
-    ("transport", "length", "lookahead", "schedules"),
-    [
-        ("nccl", 3, 1, ["zbv"]),
-        ("nccl", 2**16, 1, ["interleaved_1f1b", "dualpipev"]),
-        ("nccl", 2**16, None, ["1f1b", "v_half"]),
-        ("host", 2**16, None, ["zbv"]),
-    ],
+    ("schedule", "length", "lookahead"), [("zbv", 3, 1), ("interleaved_1f1b", 2**16, 1), ("1f1b", 2**16, None)]
 )
 @on_ranks(2)
-def test_a_device_wide_wait_within_a_step_ends(
-    rank: int, transport: str, length: int, lookahead: int | None, schedules: list[str]
-) -> None:
+def test_a_device_wide_wait_within_a_step_ends(rank: int, schedule: str, length: int, lookahead: int | None) -> None:
     """Megatron's timers and autotuned kernels make the host wait for the whole device. Where a receive had been posted
     ahead, that included a message that this very host had still to bring about, and every rank waited for ever.
 
@@ -121,18 +113,17 @@ def test_a_device_wide_wait_within_a_step_ends(
 
     An allocator that is short of memory waits, too. Memory for a receive was taken just before it was posted, when the
     rank's own message was still to be received by a neighbour that did the same."""
-    for schedule in schedules:
-        chunks = build(schedule, 2, transport, p2p_lookahead=lookahead)
-        with (
-            on_lazy_device(chunks) as lazy,
-            mock.patch.object(megapipe.transports.nccl, "BUFFER", 2**15),
-            mock.patch.object(lazy.device.ALLOCATOR, "limit", 0),
-        ):
-            for chunk in chunks:
-                chunk.disturb = lazy.device.synchronize
-                for parameter in chunk.parameters():
-                    parameter.register_post_accumulate_grad_hook(lambda _: lazy.device.synchronize())
-            step(schedule, chunks, lazy.device.to_device, length=length)
+    chunks = build(schedule, 2, "nccl", p2p_lookahead=lookahead)
+    with (
+        on_lazy_device(chunks) as lazy,
+        mock.patch.object(megapipe.transports.nccl, "BUFFER", 2**15),
+        mock.patch.object(lazy.device.ALLOCATOR, "limit", 0),
+    ):
+        for chunk in chunks:
+            chunk.disturb = lazy.device.synchronize
+            for parameter in chunk.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: lazy.device.synchronize())
+        step(schedule, chunks, lazy.device.to_device, length=length)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -140,16 +131,15 @@ def test_a_device_wide_wait_within_a_step_ends(
 def test_nothing_sent_is_held_when_a_step_returns(rank: int, transport: str) -> None:
     """Sent tensors were kept until the host had seen their sends complete, at the next send of any channel. The host
     runs ahead of the device, so at the end of a step most outputs were still there."""
-    for schedule in ("1f1b", "zbv"):
-        chunks = build(schedule, 2, transport)
-        outputs: list[Any] = []
-        with on_lazy_device(chunks) as lazy:
-            for chunk in chunks:
-                chunk.register_forward_hook(lambda _, inputs, output, seen=outputs: seen.append(weakref.ref(output)))
-            step(schedule, chunks, lazy.device.to_device)
-            gc.collect()
-            assert len(outputs) == 4 * len(chunks)
-            assert not [output for output in outputs if output() is not None], schedule
+    chunks = build("zbv", 2, transport)
+    outputs: list[Any] = []
+    with on_lazy_device(chunks) as lazy:
+        for chunk in chunks:
+            chunk.register_forward_hook(lambda _, inputs, output: outputs.append(weakref.ref(output)))
+        step("zbv", chunks, lazy.device.to_device)
+        gc.collect()
+        assert len(outputs) == 4 * len(chunks)
+        assert not [output for output in outputs if output() is not None]
 
 
 class Alive:
@@ -206,7 +196,7 @@ def most_inputs(actions: Any, stages: set[int]) -> int:
 def test_same_as_on_cpu(rank: int, num_ranks: int, transport: str, schedules: list[str]) -> None:
     """And no more memory than the plan says: what was received stayed, with its gradient, until a helper thread saw,
     four times a second, that it had come: 48 inputs of 48 microbatches on the last rank of 1F1B, which needs one."""
-    num_microbatches = 2 * num_ranks
+    num_microbatches = num_ranks + 2
     for schedule in schedules:
         expected = build(schedule, num_ranks, transport)
         losses = step(schedule, expected, lambda x: x, num_microbatches)
@@ -235,11 +225,9 @@ def test_same_as_on_cpu(rank: int, num_ranks: int, transport: str, schedules: li
         assert max(alive.peaks["input grads"], alive.peaks["output grads"]) <= 2, (schedule, alive.peaks)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "link", "lookahead"), [("gpipe", "nvlink", 0), ("gpipe", "network", 0), ("zb2p", "network", 1)]
-)
+@pytest.mark.parametrize(("schedule", "lookahead"), [("gpipe", 0), ("zb2p", 1)])
 @on_ranks(2)
-def test_how_long_messages_take(rank: int, schedule: str, link: str, lookahead: int) -> None:
+def test_how_long_messages_take(rank: int, schedule: str, lookahead: int) -> None:
     """What NCCL's buffers hold of a message travels beside the computation that comes before its receive, as in a
     simulated plan. The rest is added to each F and B after the first, unless their receives are posted early: then to
     the first alone, which has nothing in front."""
@@ -247,7 +235,7 @@ def test_how_long_messages_take(rank: int, schedule: str, link: str, lookahead: 
     chunks = build(schedule, 2, "nccl", p2p_lookahead=lookahead)
     with (
         on_lazy_device(chunks) as lazy,
-        mock.patch.object(lazy.nccl, "link", link),
+        mock.patch.object(lazy.nccl, "link", "network"),
         mock.patch.object(megapipe.transports.nccl, "BUFFER", 2**14),
     ):
         begin = lazy.device.set_clocks()
@@ -256,12 +244,12 @@ def test_how_long_messages_take(rank: int, schedule: str, link: str, lookahead: 
         step(schedule, chunks, lazy.device.to_device, num_microbatches, length)
         lazy.device.synchronize()
         taken = 1000 * (lazy.device.COMPUTE.now - begin)
-        buffered, speed, _ = lazy.nccl.LINKS[link]
+        buffered, speed, _ = lazy.nccl.LINKS["network"]
         num_bytes = length * WIDTH * 8
         plan = megapipe.plan.make_plan(schedule, 2, num_microbatches)
         times = plan.simulate(1.0, 1.0, 0.0, message=1000 * num_bytes / speed).spans[rank]
-        exposed = 1000 * max(0, num_bytes - buffered) / speed
-        assert (exposed == 0) == (link == "nvlink")
+        exposed = 1000 * (num_bytes - buffered) / speed
+        assert exposed > 0
         num_exposed = (3 if rank == 1 else 6) if lookahead == 0 else 1
         assert taken == pytest.approx(times[-1].end + exposed * num_exposed)
 
@@ -270,7 +258,7 @@ def test_how_long_messages_take(rank: int, schedule: str, link: str, lookahead: 
 def test_many_chunks_take_no_more_of_a_device(rank: int) -> None:
     """Each boundary had communicators of its own, with a receive posted on each at all times. With eight chunks their
     kernels held every multiprocessor, and two of them shared one of the 32 streams, so that neither could go on."""
-    parallel_state.initialize_model_parallel(3, virtual_pipeline_model_parallel_size=4)
+    parallel_state.initialize_model_parallel(3, virtual_pipeline_model_parallel_size=3)
     chunks = build("interleaved_1f1b", 3, "nccl")
     with on_lazy_device(chunks) as lazy:
         lazy.nccl.MOST_OCCUPIED = 0
@@ -294,8 +282,10 @@ def failing_at(rank: int, number: int) -> Callable[[], None]:
     return fail
 
 
-@pytest.mark.parametrize(("schedule", "number", "length"), [("zbv", 7, 2**16), ("1f1b", 5, 3)])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "schedule", "number", "length"),
+    [("nccl", "zbv", 7, 2**16), ("nccl", "1f1b", 5, 3), ("host", "1f1b", 5, 3)],
+)
 @on_ranks(2)
 def test_a_failure_is_known_before_weights_change(
     rank: int, transport: str, schedule: str, number: int, length: int
@@ -370,13 +360,12 @@ def test_a_process_ends_where_another_one_is_gone(rank: int) -> None:
         is_over.set()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @on_ranks(1)
-def test_a_step_on_one_rank_as_a_graph(rank: int, schedule: str) -> None:
+def test_a_step_on_one_rank_as_a_graph(rank: int) -> None:
     """Nothing in it asks the host: replayed on other numbers it gives their gradients."""
-    expected = build(schedule, 1, "host")
-    losses = step(schedule, expected, lambda x: -x)
-    chunks = build(schedule, 1, "host")
+    expected = build("zbv", 1, "host")
+    losses = step("zbv", expected, lambda x: -x)
+    chunks = build("zbv", 1, "host")
     with on_lazy_device(chunks) as lazy:
         inputs: list[Any] = []
 
@@ -384,12 +373,12 @@ def test_a_step_on_one_rank_as_a_graph(rank: int, schedule: str) -> None:
             inputs.append(lazy.device.to_device(x))
             return inputs[-1]
 
-        step(schedule, chunks, lazy.device.to_device)
+        step("zbv", chunks, lazy.device.to_device)
         for chunk in chunks:
             chunk.zero_grad()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            reports = step(schedule, chunks, place)
+            reports = step("zbv", chunks, place)
         for x in inputs:
             x.neg_()
         for _ in range(2):  # the second one writes over what the first has left
@@ -418,9 +407,9 @@ def test_a_step_that_is_no_graph(rank: int, num_ranks: int, config: dict[str, An
             step("1f1b", chunks, lambda x: placed)
 
 
-@pytest.mark.parametrize(("transport", "is_device_wide"), [("host", False), ("nccl", False), ("nccl", True)])
+@pytest.mark.parametrize("is_device_wide", [False, True])
 @on_ranks(2)
-def test_a_time_limit_holds_where_only_the_device_waits(rank: int, transport: str, is_device_wide: bool) -> None:
+def test_a_time_limit_holds_where_only_the_device_waits(rank: int, is_device_wide: bool) -> None:
     """The host of a rank goes on when its device waits for a message, so no wait was ever seen to last too long: the
     report of where every rank is never came, and the optimizer stepped with what was in the buffers.
 
@@ -437,7 +426,7 @@ def test_a_time_limit_holds_where_only_the_device_waits(rank: int, transport: st
 
     counter = [0]
     is_over = threading.Event()
-    chunks = build("1f1b", 2, transport)
+    chunks = build("1f1b", 2, "nccl")
     with on_lazy_device(chunks) as lazy:
         step("1f1b", chunks, lazy.device.to_device)  # which connects, without a time limit
         dist.barrier()
@@ -517,11 +506,11 @@ def test_a_step_on_another_stream(rank: int) -> None:
         assert_same(chunks, expected, lazy.device.to_host)
 
 
-@pytest.mark.parametrize(("transport", "schedule"), [("host", "zbv"), ("nccl", "interleaved_1f1b")])
 @on_ranks(2)
-def test_headers_keep_their_order(rank: int, transport: str, schedule: str) -> None:
+def test_headers_keep_their_order(rank: int) -> None:
     """Those of lengths that vary, and of messages whose sizes are known: of a frozen stage, found in a first step,
     since it may be unfrozen."""
+    schedule, transport = "interleaved_1f1b", "nccl"
     expected, varying = build(schedule, 2, transport), build(schedule, 2, transport, variable_seq_lengths=True)
     step(schedule, expected, lambda x: x)
     with on_lazy_device(varying) as lazy:
@@ -597,17 +586,16 @@ def test_a_norm_is_read_while_the_device_has_other_work(rank: int) -> None:
         assert optimizer.grad_norm == pytest.approx(0.01 * (WIDTH * WIDTH + WIDTH) ** 0.5)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
-def test_events_are_used_again(rank: int, transport: str) -> None:
+def test_events_are_used_again(rank: int) -> None:
     """Each message had events of its own, and each action of a recorded step two to four: thousands in a step of many
     microbatches, made and destroyed by the host while the device waited for it."""
     recorder = TimelineRecorder(num_steps=1)
-    chunks = build("1f1b", 2, transport, record_timeline=recorder)
+    chunks = build("1f1b", 2, "nccl", record_timeline=recorder)
     counts = []
     clock_of = functools.cache(CudaClock)
     with on_lazy_device(chunks) as lazy, mock.patch("megapipe.analysis.recorder.clock_of", clock_of):
-        for _ in range(5):
+        for _ in range(4):
             step("1f1b", chunks, lazy.device.to_device)
             check_failures()
             counts.append(lazy.cuda.NUM_EVENTS)
