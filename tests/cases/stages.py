@@ -109,8 +109,7 @@ def forward_step(data_iterator: Iterator[dict[str, Any]], model: nn.Module, in_p
     batch = data_iterator.take() if isinstance(data_iterator, Source) else next(data_iterator)
     case = batch["case"]
     call = in_segments if "in segments" in case.forms else type(model).__call__
-    with case.autocast():
-        output = call(model, batch["tokens"], **keywords_of(case, batch))
+    output = call(model, batch["tokens"], **keywords_of(case, batch))
 
     def loss_func(output: Any, non_loss_data: bool = False) -> Any:
         returned = loss_and_report(case, output, batch)
@@ -139,7 +138,12 @@ class Unpartitioned(Whole):
     def __init__(self, case: Case) -> None:
         self.case = case
         self.stages = [Stage(case, StageInfo(index, case.num_stages)) for index in range(case.num_stages)]
-        super().__init__(self.stages, forward_step, self.stages[0].config, case.sequence)
+        super().__init__(self.stages, self.under_autocast, self.stages[0].config, case.sequence)
+
+    def under_autocast(self, *arguments: Any) -> tuple[Any, Any]:
+        """A pipeline's is under autocast by its config."""
+        with self.case.autocast():
+            return forward_step(*arguments)
 
     def losses(self, seed: int, replica: int, forward_only: bool) -> list[Tensor]:
         """Those of one replica in one step. Gradients are averages over all of them."""

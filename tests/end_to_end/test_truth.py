@@ -54,7 +54,7 @@ SHOWN = {
     "overlap of forward and backward of two microbatches in one chunk": "dualpipev combined_1f1b combined_zb1p",
     "Seq1F1B (slices of sequences)": "seq1f1b seq_interleaved_1f1b seq_zb1p",
     "number of microbatches": "tests/plan/test_schedules.py "
-    "tests/runtime/test_pipeline.py::test_every_schedule_takes_any_number_of_microbatches",
+    "tests/runtime/test_between_steps.py::test_any_number_of_microbatches",
     "split backward with `torch.compile`": "tests/graph/test_graph_capture.py::test_inductor_of_a_split_backward",
     "split backward with activation checkpointing": "Forms Recompute",
     "a schedule from a file": "Planned tests/runtime/test_planned.py::test_plans_that_torch_wrote",

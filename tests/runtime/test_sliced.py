@@ -76,17 +76,6 @@ def test_shapes_of_other_slices_are_found(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_slices_in_autocast(rank: int) -> None:
-    options = {"enable_autocast": True, "autocast_dtype": torch.bfloat16, "pipeline_dtype": torch.float32}
-    (chunk,) = build("seq1f1b", **options)
-    computed: list[torch.dtype] = []
-    linear = next(module for module in chunk.modules() if isinstance(module, nn.Linear))
-    linear.register_forward_hook(lambda module, args, output: computed.append(output.dtype))
-    run("seq1f1b", chunk, 2, (3, 3))
-    assert set(computed) == {torch.bfloat16}
-
-
-@on_ranks(2)
 def test_each_microbatch_has_one_report_and_one_item_of_data(rank: int) -> None:
     (chunk,) = build("seq1f1b")
     firsts: list[int] = []

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from tools import models
 from tools.models import Stage, assert_same_gradients, build, loss_of, reference, run
 from tools.ranks import on_ranks, start_again
@@ -262,23 +261,3 @@ def test_a_forward_that_fails_inside_of_a_backward(rank: int) -> None:
     chunks = build("dualpipev", 2, NUM_LAYERS, kind=InSegments)
     run("dualpipev", chunks, 4)
     assert_same_gradients(chunks, reference(NUM_LAYERS, 4)[0])
-
-
-class SeesAutocast(Stage):
-    def forward_segments(self, tokens: Tensor, seed: int = 0) -> Iterator[None]:
-        yield
-        self.seen = [*getattr(self, "seen", []), torch.is_autocast_enabled("cpu")]
-        return super().forward(tokens, seed)
-
-    def forward(self, tokens: Tensor, seed: int = 0) -> Tensor:
-        return run_segments(self.forward_segments(tokens, seed))
-
-
-@on_ranks(2)
-def test_autocast_in_overlapped_forwards(rank: int) -> None:
-    """A forward in segments takes autocast along from where it is made, which was behind the end of the stage's. So
-    forwards of overlapped pairs ran in float32, and all others in half precision."""
-    options = {"enable_autocast": True, "autocast_dtype": torch.bfloat16, "variable_seq_lengths": True}
-    chunks = build("dualpipev", 2, 4, kind=SeesAutocast, **options)
-    run("dualpipev", chunks, 4)
-    assert all(chunk.seen == [True] * 4 for chunk in chunks)
