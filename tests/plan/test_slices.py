@@ -60,7 +60,7 @@ def assert_runs(plan: Plan) -> None:
 
 
 def test_no_plan_hangs_and_memory_is_that_of_the_formula() -> None:
-    for plan in plans((1, 2, 5), (1, 2, 3, 7), (1, 2, 3, 5), (1, 2, 3)):
+    for plan in plans((1, 2, 5), (1, 2, 7), (1, 2, 3), (1, 3)):
         assert_runs(plan)
 
 
@@ -128,9 +128,8 @@ def test_a_message_occupies_its_channel_for_its_share() -> None:
     assert (whole, cut) == (8.0, 8.0)  # four slices of a quarter, one after the other, both ways
 
 
-@pytest.mark.parametrize("name", SLICED)
-def test_files_keep_slices(name: str, tmp_path: Path) -> None:
-    plan = make_plan(name, 3, 2, num_slices=3)
+def test_files_keep_slices(tmp_path: Path) -> None:
+    plan = make_plan("seq_interleaved_1f1b", 3, 2, num_slices=3)
     plan.save_json(tmp_path / "plan.json")
     plan.save_csv(tmp_path / "plan.csv")
     for ending in ("json", "csv"):
