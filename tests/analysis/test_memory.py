@@ -28,8 +28,7 @@ class Layers(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers(x)
-        return getattr(x, self.end)(*[-1] * (self.end == "softmax"))
+        return getattr(self.layers(x), self.end)()
 
 
 def make_stage(info: StageInfo, recompute: str | None = None, end: str = "contiguous") -> torch.nn.Module:
@@ -111,14 +110,13 @@ def test_a_run_takes_the_bytes_of_its_plan(ranks: RankPool, name: str, recompute
         assert 0 <= rank.peak - rank.model - peak + 0.02 * peak <= rank.parts["messages"] + 0.02 * peak
 
 
-@pytest.mark.parametrize("end", ["tanh", "softmax"])
-def test_a_rank_without_r_holds_its_output_once(ranks: RankPool, end: str) -> None:
+def test_a_rank_without_r_holds_its_output_once(ranks: RankPool) -> None:
     """Where the chunk's end saves its output, and so does the loss, an R makes a second one. The last rank of 1F1B has
     no R, and was counted as if it had one: 6 to 11 % too many."""
     plan = make_plan("1f1b", PP, M, settings=Settings(recompute=True))
-    make = functools.partial(make_stage, recompute="all", end=end)
+    make = functools.partial(make_stage, recompute="all", end="tanh")
     last = (plan.simulate(memory=bytes_of_stages(make, PP, forward_step, torch.randn(ROWS, SIZE))).memory or ())[-1]
-    assert last.peak - last.model == pytest.approx(ranks.run(PP, measure, "1f1b", "all", end)[0][-1], rel=0.05)
+    assert last.peak - last.model == pytest.approx(ranks.run(PP, measure, "1f1b", "all", "tanh")[0][-1], rel=0.05)
 
 
 # Beside each other
