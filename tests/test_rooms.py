@@ -36,10 +36,10 @@ def imports_of(file: Path) -> list[tuple[str, ...]]:
         if node.level:
             base = file.parent.parts[: len(file.parent.parts) + 1 - node.level]
             path = (*base, *(node.module.split(".") if node.module else ()))
-            module = importlib.import_module(".".join(("megapipe", *path)))
             for alias in node.names:
-                is_module = isinstance(getattr(module, alias.name, None), ModuleType)
-                found.append((*path, alias.name) if is_module else path)
+                below = (*path, alias.name)
+                is_module = Path(*below).with_suffix(".py") in FILES or Path(*below, "__init__.py") in FILES
+                found.append(below if is_module else path)
     return found
 
 

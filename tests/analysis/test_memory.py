@@ -85,7 +85,7 @@ def test_live_storages() -> None:
 
 
 def measure(rank: int, name: str, recompute: str | None, end: str = "contiguous") -> list[int]:
-    megapipe.parallel_state.initialize_model_parallel(PP, 2 if name == "interleaved_1f1b" else None)
+    megapipe.parallel_state.initialize_model_parallel(PP)
     chunks = [make_stage(info, recompute, end) for info in megapipe.stages_for_rank(name)]
     chunks[0].config.record_timeline = recorder = TimelineRecorder(num_steps=1, memory=True)
     train = megapipe.get_forward_backward_func(name)
@@ -97,11 +97,11 @@ def measure(rank: int, name: str, recompute: str | None, end: str = "contiguous"
     return recorder.gather().peak_bytes
 
 
-@pytest.mark.parametrize(("name", "recompute"), [("zb1p", "all"), ("interleaved_1f1b", "all"), ("zbv", None)])
+@pytest.mark.parametrize(("name", "recompute"), [("zb1p", "all"), ("zbv", None)])
 def test_a_run_takes_the_bytes_of_its_plan(ranks: RankPool, name: str, recompute: str | None) -> None:
     """When a send is over, and its message is freed, depends on the moment: so some messages lie between the two."""
     settings = Settings(recompute=recompute is not None)
-    plan = make_plan(name, PP, M, 2 if name == "interleaved_1f1b" else None, settings=settings)
+    plan = make_plan(name, PP, M, settings=settings)
     make = functools.partial(make_stage, recompute=recompute)
     stages = bytes_of_stages(make, PP * plan.num_chunks, forward_step, torch.randn(ROWS, SIZE))
     predicted = plan.simulate(memory=stages).memory or ()
