@@ -149,10 +149,6 @@ def test_the_other_stages_are_even() -> None:
     assert sizes(9, 4, costs=[10, *[1] * 8]) == [1, 3, 3, 2]
 
 
-def test_a_large_head_may_have_a_stage_for_itself() -> None:
-    assert sizes(4, 3, 0.5, 6.0, costs=[2.0] * 4) == [2, 2, 0]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

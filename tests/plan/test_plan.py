@@ -182,6 +182,7 @@ def test_a_placement_with_a_wrong_inverse() -> None:
         # Of plans that do not work
         ("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n", r"the microbatches \[0, 1\], but \[1, 0\] are received"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n", r"the microbatches \[0, 1\], but \[0\] are received"),
+        ("0F0,0F0.1,0B0.1,0B0\n1F0.1,1F0,1B0.1,1B0\n", r"microbatches \[0, 0.1\], but \[0.1, 0\] are received"),
         ("0F0,0F0,0B0\n", "recv_forward.0. more often than there are microbatches .1."),
         ("0F0,0F2,0B0,0B2\n", "0RECV_F2 on rank 0 where 0RECV_F1 is next"),
         ("0F0,0F1,0B0\n", "after 1 calls of recv_backward.0.; there are 2 microbatches"),
