@@ -124,8 +124,9 @@ KEPT_BY_OTHER_KEYS = {
 
 
 def memos_of(path: Path) -> Iterator[str]:
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    text = path.read_text()
+    tree = ast.parse(text)
+    for node in ast.walk(tree) if re.search(r"\b(Weak\w+|id\()", text) else ():
         if isinstance(node, ast.Name) and node.id in ("WeakSet", "WeakKeyDictionary"):
             yield node.id
         is_id = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "id"

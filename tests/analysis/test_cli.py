@@ -16,8 +16,6 @@ from tools.measured import as_measured
 import megapipe
 from megapipe.analysis import Timeline
 from megapipe.analysis.cli import main
-from megapipe.analysis.text import forms_of, text_rows
-from megapipe.analysis.timeline_cells import cells_of
 from megapipe.plan import KINDS, Settings, StageBytes, find_schedule, load_plan, make_plan, registry
 
 
@@ -85,17 +83,7 @@ def test_a_terminal_without_colours_shows_letters(monkeypatch: pytest.MonkeyPatc
     assert re.fullmatch(r"rank 0 ([FfBbWw]\d|[ .])+", terminal.getvalue().splitlines()[0])
 
 
-def test_actions_are_named_as_fully_as_most_of_them_have_room_for() -> None:
-    plan = make_plan("inference", 4, 2)
-    simulation = plan.simulate([1.0, 1.0, 1.0, 8.0])
-    rows, _ = text_rows(
-        cells_of(plan, simulation.spans), 57, simulation.makespan, forms_of(plan)
-    )  # three columns for the short ones
-    named = [[segment.text.strip() for segment in row if segment.cell] for row in rows]
-    assert named == [["F0", "F1"]] * 4
-
-
-@pytest.mark.parametrize("width", ["60", "80", "100", "120", "240"])
+@pytest.mark.parametrize("width", ["80", "120", "240"])
 def test_without_colours_each_name_has_a_letter(capsys: pytest.CaptureFixture[str], width: str) -> None:
     """F, B and W of zbv were the same bare digits from 80 to 120 columns, and its two chunks looked alike."""
     out = output_of(capsys, "show zbv --pp 4 --microbatches 8 --width", width).splitlines()
@@ -189,13 +177,12 @@ def test_a_comparison_is_saved(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_pending_weights_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """What fills the windows of exchanges was a setting that the command could not show."""
     times = ("--exchange", "0.25", "--times", "1.25", "1.25", "1")
-    show = ("show", "zbv", "--pp", "8", "--microbatches", "32", *times)
-    assert "step       103.188," in output_of(capsys, *show, "--min-pending-weights", "1")
-    steps = []
-    for settings in (["--min-pending-weights", "1"], []):
-        out = output_of(capsys, "compare --pp 8 --microbatches 32", *times, *settings, "--all")
-        steps.append(rows_of(out)["zbv"][0])
-    assert steps[0] < steps[1]
+    sizes, more = ("--pp", "4", "--microbatches", "8"), ("--min-pending-weights", "1")
+    less, usual = (
+        rows_of(output_of(capsys, "compare", *sizes, *times, *settings, "--all"))["zbv"][0] for settings in (more, ())
+    )
+    assert less < usual
+    assert f"step       {less:g}" in output_of(capsys, "show zbv", *sizes, *times, *more)
 
 
 def test_schedules_that_need_layers_that_defer_are_marked(capsys: pytest.CaptureFixture[str], recorded: str) -> None:
@@ -353,8 +340,8 @@ def test_no_line_is_longer_than_80_columns(
     """Tables had up to 134 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     sizes = "--pp 4 --microbatches 8"
-    job = "--devices 8 --memory 80GB --sequence 4096 --batch 64 --flops 312e12 --efficiency .5"
-    model = "hidden_size=4096 num_hidden_layers=32 num_attention_heads=32 vocab_size=128256"
+    job = "--devices 2 --memory 80GB --sequence 4096 --batch 8 --flops 312e12 --efficiency .5"
+    model = "hidden_size=4096 num_hidden_layers=8 num_attention_heads=32 vocab_size=128256"
     options = {"show": f"zbv {sizes}", "compare": f"{sizes} --all", "tune": recorded, "fit": f"{model} {job}"}
     for arguments in (options[command], "--help"):
         assert max(map(len, output_of(capsys, f"{command} {arguments}").splitlines())) <= 80
@@ -366,12 +353,10 @@ def test_no_line_is_longer_than_80_columns(
         ("show 1f2b", "there is no schedule '1f2b'"),
         ("show 1f1b", "--pp and --microbatches: needed, unless the schedule is a file"),
         ("show 1f1b --pp 0", "argument --pp: a whole number from 1 on, got 0"),
-        ("show 1f1b --pp 2", "--microbatches: needed, unless"),
         ("show 1f1b --microbatchs 8", "there is no option --microbatchs: do you mean --microbatches?"),
         ("compare --pp 2", "the following arguments are required: --microbatches"),
         ("compare --pp 2 --microbatches 4 --save chart.svg", "that ends with .csv or .json"),
         ("show 1f1b --pp 2 --microbatches 4 --save x", "the ending is one of .csv, .json, .svg"),
-        ("compare --pp 2 --microbatches 4 --speeds 1", "speeds has one for each of the 2 ranks"),
         ("compare --pp 2 --microbatches 4 --exchange 2", "exchange is a part of forward, got"),
         (
             "show zbv --pp 4 --microbatches 8 --chunks 3",
@@ -379,17 +364,13 @@ def test_no_line_is_longer_than_80_columns(
             "lists, or choose a schedule that runs 3, such as interleaved_1f1b.",
         ),
         ("show nothing.csv", "there is no file or folder nothing."),
-        ("show nothing.json", "there is no file or folder nothing."),
         ("tune nothing.json", "there is no file or folder nothing."),
-        ("compare --pp 2 --microbatches 0", "--microbatches: a whole number from 1 on, got 0"),
         ("show 1f1b --pp 2 --microbatches 1000000000", "2 x 1000000000 x 1 x 1 forwards (ranks, microbatches"),
         ("compare --pp 1000000000 --microbatches 1", "no schedule runs 1 microbatches on 1000000000 ranks"),
         ("show 1f1b --pp 2 --microbatches 4 --width 1000000000", "a --width of 10,000 at most"),
-        ("show 1f1b --pp 2 --microbatches 4 --times inf 1 1", "must be a finite number from 0 on"),
         ("show 1f1b --pp 2 --microbatches 4 --times 1e308 1 1", "a step takes inf, which cannot be"),
         ("show inference --pp 2 --microbatches 4 --times 0 1 1", "a step takes 0, which cannot be"),
         ("compare --pp 2 --microbatches 4 --memory-limit nan", "a number of microbatches, got nan"),
-        ("compare --pp 2 --microbatches 4 --memory-limit -1", "a number of microbatches, got -1"),
         ("compare --pp 2 --microbatches 4 --min-pending-weights -1", "of Ws from 0 on, got -1"),
         (f"tune {__file__}", "is no measured timeline: record one with config.record_timeline"),
     ],
@@ -413,7 +394,6 @@ def test_a_saved_plan_keeps_the_limit_in_bytes(capsys: pytest.CaptureFixture[str
     [
         ("import sys; sys.exit(3)", "mine.py ends with SystemExit: 3"),
         ("x = (", "mine.py ends with SyntaxError: "),
-        ("pipe.forward_step(1)", "mine: rank 0 calls forward_step(1): it has 1 chunks, counted from 0"),
         ("pipe.run('F', None)", "mine: rank 0 calls forward_step(None): it has 1 chunks"),
         ("pipe.run('R', 7)", "mine: rank 0 calls recompute_step(7): it has 1 chunks"),
         ("pipe.run('Q')", "mine: rank 0 runs a 'Q', which is none of F, "),
@@ -514,10 +494,9 @@ def test_offload(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for forward, held in (("1", "3 4 3 2"), ("0.2", "3 3 3 2")):  # by the times that are given
         out = output_of(capsys, "show zb1p", *sizes, "--offload", "1.5", "--times", forward, "1", "1")
         assert f"held       {held} (" in out
-    compared = output_of(capsys, "compare", *sizes, "--offload", "1", "--slices", "4")
+    compared = output_of(capsys, "compare --pp 2 --microbatches 2 --offload 1 --slices 2")
     assert "seq1f1b: activations of seq1f1b are not moved" in compared
-    plan = make_plan("zb1p", 4, 16)
-    Timeline("zb1p", [as_measured(plan.simulate())]).save(tmp_path / "recorded.json")
+    Timeline("zb1p", [as_measured(make_plan("zb1p", 2, 8).simulate())]).save(tmp_path / "recorded.json")
     tuned = output_of(capsys, "tune", str(tmp_path / "recorded.json"), "--offload", "1", "--save", path)
     assert "as the schedule has it" in tuned
     assert "0O0" in Path(path).read_text()

@@ -62,7 +62,7 @@ def test_the_first_rank_holds_what_the_paper_says(chunks: int) -> None:
 def test_a_long_step_is_played_in_part() -> None:
     """What is added for microbatches behind the first 4 of each rank is what a whole plan has. Of uneven Fs, Bs and Ws,
     or with messages that take time, that is more than the slowest rank works: v_min took a fifth more than that."""
-    names = (("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2), ("interleaved_zb1p", 4), ("v_half", 2), ("v_min", 2))
+    names = (("1f1b", 1), ("interleaved_zb1p", 4), ("zbv", 2), ("v_min", 2))
     for (name, chunks), bandwidth in itertools.product(names, (300e9, 10e9)):
         job = replace(job_of(SMALL, 4), node_bandwidth=bandwidth)
         layout = Layout(4, 1, 1, 1, 1, name, chunks, 1, "kept")
@@ -93,8 +93,8 @@ def test_what_is_found_fits_and_is_sorted() -> None:
 
 
 def test_experts_are_shared_out() -> None:
-    model = decoder(16, 1024, 16, 32000, gated=True, ffn=4096, experts=8, experts_per_token=2)
-    found, _ = fit(job_of(model, 8, memory=24e9), top=20)
+    model = decoder(8, 1024, 16, 32000, gated=True, ffn=4096, experts=8, experts_per_token=2)
+    found, _ = fit(job_of(model, 8, memory=12e9), top=20)
     assert {one.layout.ep for one in found} - {1}
     dense, shared = (estimate(job_of(model, 8), Layout(1, 8, 1, 1, ep, "no_pipelining", 1, 1, "kept")) for ep in (1, 8))
     assert dense.peak - shared.peak == pytest.approx(7 / 8 * model.whole.experts * 6, rel=0.01)
@@ -104,7 +104,7 @@ def test_what_holds_less_and_what_takes_longer() -> None:
     job = job_of(GPT3, 64)
     job = replace(job, host_bandwidth=100e9)
     ways = ("kept", "checkpointed", "recomputed", "offloaded")
-    for batch in (16, 64):  # the latter is played in part
+    for batch in (8, 64):  # the latter is played in part
         kept, again, r, moved = (
             estimate(replace(job, batch=batch), Layout(8, 1, 8, 1, 1, "1f1b", 1, 1, way)) for way in ways
         )
@@ -138,7 +138,7 @@ def test_unequal_devices_get_unequal_layers() -> None:
         assert [*one.sizes] == sizes
         assert all(peak <= room for (peak, _), room in zip(one.ranks, changed.rooms(4)))
     assert estimate(job, layout).step < estimate(replace(job, speeds=[0.5]), layout).step
-    found, _ = fit(replace(job, model=decoder(6, 1024, 16, 32000, gated=True), batch=4), top=20, may_split=False)
+    found, _ = fit(replace(job, model=decoder(4, 1024, 16, 32000, gated=True), batch=4), top=20, may_split=False)
     assert {one.layout.pp for one in found} == {1, 2, 4}
     # Stages without layers, whose copies take no time.
     job = replace(job, model=decoder(8, 1024, 16, 32000, gated=True), batch=16, memory=24e9, speeds=[1, 0.6, 1, 0.8])
@@ -236,7 +236,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["hidden_size=x"], "numbers of a model are written as NAME=NUMBER"),
         ([__file__], "is no JSON that can be read"),
         ([str(tmp_path / "list.json")], "is no config.json of Hugging Face"),
-        ([str(path), "--memory", "8GB"], "nothing fits: the smallest way found holds "),
+        ([str(path), "--memory", "8GB", "--pp", "4"], "nothing fits: the smallest way found holds "),
         ([str(path), "--memory", "8GB,80GB"], "memory is one number, or one for each of 8 devices"),
         ([str(path), "--efficiency", "2"], "efficiency is a share, more than 0 and at most 1, got 2"),
         ([str(path), "--cp", "3"], "8 devices and 64 sequences a step cannot be shared out"),

@@ -15,7 +15,7 @@ from megapipe.analysis.transformer import Latent, LayerCosts, Transformer, decod
 
 LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA |= {"intermediate_size": 14336, "vocab_size": 128256}
-KINDS = "jamba zamba2 gemma3n_text qwen3_next nemotron_h doge ernie4_5_moe gpt2 gpt_oss jetmoe longcat_flash mamba2 opt"
+KINDS = "jamba doge ernie4_5_moe gpt2 longcat_flash mamba2"
 
 
 def config_of(kind: str) -> Any:
@@ -77,7 +77,8 @@ def test_latent_attention_and_experts() -> None:
 
 def test_what_layers_share_is_counted_once_and_computed_in_each() -> None:
     config = config_of("zamba2")
-    found = count(model_of(config))
+    found = count(model := model_of(config))
+    assert found.weights == sum(parameter.numel() for parameter in set(model.parameters()))
     sharing = [layer for layer in found.layers if layer.attended]
     assert 2 < len(sharing) < len(found.layers)
     assert len({layer.products for layer in sharing[:1] + sharing[config.num_mem_blocks :]}) == 1
@@ -113,16 +114,8 @@ def test_models_that_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("numbers", "billions"),
-    [
-        (LLAMA, 8.03),
-        (
-            LLAMA
-            | {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672},
-            70.55,
-        ),
-        (LLAMA | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}, 46.70),
-    ],
-    ids=["8B", "70B", "8x7B"],
+    [(LLAMA, 8.03), (LLAMA | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}, 46.70)],
+    ids=["8B", "8x7B"],
 )
 def test_numbers_of_known_models(numbers: dict[str, Any], billions: float) -> None:
     assert by_numbers(numbers, "numbers").weights == pytest.approx(billions * 1e9, rel=0.01)

@@ -24,7 +24,7 @@ from megapipe.plan import Action, Costs, RankStep, Span, make_plan, play
 from megapipe.timing import StepRecord
 from megapipe.timing.records import CudaClock
 
-SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
+SCHEDULES = ["gpipe", "interleaved_1f1b"]
 
 
 # Recording

@@ -40,7 +40,7 @@ def value(formula: str, **names: int) -> float:
     return float(min(number, names["m"]) if most else number)
 
 
-@pytest.mark.parametrize("pp_size", [2, 3, 4])
+@pytest.mark.parametrize("pp_size", [2, 3])
 @pytest.mark.parametrize("name", sorted({*megapipe.schedule_names()} - {"no_pipelining", "inference"}))
 def test_formulas_are_those_of_the_plans(docs: dict[str, Any], name: str, pp_size: int) -> None:
     """The page said of no formula from how many microbatches on it holds. By its own plan zb1p has a bubble of 45.5 %

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tools.models import batches, build, reference, run
 from tools.pretraining import EXAMPLES, pretrain
@@ -26,7 +25,7 @@ def forward_only(data_iterator: Any, model: Any) -> tuple[torch.Tensor, None]:
 def test_inference_returns_outputs_in_order(rank: int) -> None:
     """Without a loss function the outputs come back, in the order of the microbatches, for any number of chunks."""
     model, _ = reference(8, 1)
-    for num_chunks in (1, 2, 4):
+    for num_chunks in (1, 4):
         for num_microbatches in (1, 5):
             parallel_state.destroy_model_parallel()
             chunks = build("inference", 2, 8, num_chunks)
@@ -65,19 +64,14 @@ def greedily(rank: int, folder: Path) -> list[bytes]:
     return texts
 
 
-# How the model is trained, and on how many ranks and with how many chunks on each it is run.
-MODELS = {"": [(1, 1), (3, 1), (2, 2)], "--num-experts 4": [(2, 1)]}
-
-
-@pytest.mark.parametrize("options", MODELS, ids=["dense", "experts"])
-def test_generates_what_the_whole_model_would(ranks: RankPool, text: str, tmp_path: Path, options: str) -> None:
-    """What is drawn by chance is the same on every rank."""
-    trained = "--lr 1e-6 --train-iters 1 --dropout 0.1 --schedule zbv"
-    ranks.run(2, pretrain, 2, f"{text} {options} {trained} --save {tmp_path}")
+def test_generates_what_the_whole_model_would(ranks: RankPool, text: str, tmp_path: Path) -> None:
+    """On other ranks and chunks than the model was trained on. What is drawn by chance is the same on every rank."""
+    trained = "--num-experts 4 --lr 1e-6 --train-iters 1 --dropout 0.1 --schedule zbv"
+    ranks.run(2, pretrain, 2, f"{text} {trained} --save {tmp_path}")
     (expected,) = ranks.run(1, greedily, tmp_path)
     assert len({one[-8:] for one in expected}) == 3
     shared = f"--load {tmp_path} --max-new-bytes 8"
-    for num_ranks, chunks in MODELS[options]:
+    for num_ranks, chunks in ((3, 1), (2, 2)):
         virtual = f"--num-virtual-stages-per-pipeline-rank {chunks}"
         got = ranks.run(num_ranks, generate, f"{shared} {virtual} --temperature 0")
         assert got == [expected] * num_ranks

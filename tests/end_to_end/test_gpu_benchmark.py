@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from tools.device import needs_devices
-from tools.device import ranks as ranks
 from tools.ranks import RankPool
 from torch.multiprocessing import ProcessExitedException
 
@@ -73,7 +72,7 @@ def tables(rank: int) -> Any:
     with (
         cuda_like.as_cuda(),
         mock.patch.multiple(torch.cuda, **functions),
-        mock.patch.object(gpu_stages, "clock_of", return_value=CudaClock(lazy_device.DEVICE)),
+        mock.patch.multiple(gpu_stages, clock_of=lambda device: CudaClock(lazy_device.DEVICE), WARMUP=1, CTAS=(0, 4)),
         mock.patch.object(gpu_pipelines, "memory_of", lambda device, run: memory.memory_of("cuda", run)),
         mock.patch.object(gpu_pipelines, "SCHEDULES", ["zbv"]),
         mock.patch.object(gpu_pipelines, "WAYS", {"as it is": {}, "offloaded": gpu_pipelines.WAYS["offloaded"]}),
@@ -82,9 +81,13 @@ def tables(rank: int) -> Any:
         return [rows for part in parts for _, _, _, rows, _ in part(rank, args)]
 
 
-def test_what_runs_on_gpus_only(ranks: RankPool) -> None:
-    ((waiting, captured, memory, ways),) = ranks.run(1, tables)
-    assert [row[0] for row in waiting] == ["0", "1", "4", "16", "32"]
+def test_what_runs_on_gpus_only() -> None:
+    pool = RankPool(1)  # a process of its own: a device that is registered stays so
+    try:
+        ((waiting, captured, memory, ways),) = pool.run(1, tables)
+    finally:
+        pool.stop()
+    assert [row[0] for row in waiting] == ["0", "4"]
     assert [row[0] for row in captured] == ["eager"]
     names = ["zbv", "gpipe, offloaded", "1f1b, offloaded", "zbv, offloaded"]
     assert memory == [[name, "4.0", "NCCL"] for name in names]

@@ -44,10 +44,9 @@ def in_one_process(ranks: RankPool, text: str) -> list[float]:
     [
         (2, 2, "--schedule interleaved_1f1b --warm-up", 0),
         (3, 3, "--offload 1", 0),
-        (2, 2, "--sequence-slices 4", 1e-6),  # attention rounds otherwise for slices
-        (2, 2, "--sequence-slices 2 --schedule seq_zb1p", 1e-6),
+        (2, 2, "--sequence-slices 2", 1e-6),  # attention rounds otherwise for slices
         (2, 1, "", 1e-5),  # replicas average their gradients: another order of a sum
-        (4, 2, "--data-parallel-shard-size 2 --schedule zbv", 1e-5),
+        (2, 1, "--data-parallel-shard-size 2 --schedule zbv", 1e-5),
         (2, 2, "--bf16", 1e-2),  # the default on GPUs
     ],
 )
@@ -69,43 +68,30 @@ def test_same_losses(
 def test_same_losses_with_tied_embeddings_and_steps_validated_afterwards(ranks: RankPool, text: str) -> None:
     tied = f"{text} --tie-embeddings"
     (expected,) = ranks.run(1, pretrain, 1, tied)
-    for pp_size, options in ((3, "--schedule zb2p"), (2, "--post-validation --schedule zbv")):
-        for losses in ranks.run(pp_size, pretrain, pp_size, f"{tied} {options}"):
-            assert losses == expected
-
-
-def test_a_checkpoint_goes_on_at_another_pipeline_size(ranks: RankPool, text: str, tmp_path: Path) -> None:
-    flat = f"{text} --min-lr 4e-3"  # no decay, whose length would follow --train-iters
-    (uninterrupted,) = ranks.run(1, pretrain, 1, f"{flat} --train-iters 6")
-    ranks.run(3, pretrain, 3, f"{flat} --train-iters 4 --save {tmp_path}")
-    for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 6 --load {tmp_path}"):
-        assert losses == uninterrupted[-2:]
+    for losses in ranks.run(2, pretrain, 2, f"{tied} --post-validation --schedule zbv"):
+        assert losses == expected
 
 
 def test_experts_shared_out(ranks: RankPool, text: str, tmp_path: Path) -> None:
-    """The same up to the order of sums, wherever the experts are; also when others go on from a checkpoint."""
+    """The same up to the order of sums, wherever the experts are; also where another pipeline goes on with them."""
     flat = f"{text} {MOE} --min-lr 4e-3"
     (expected,) = ranks.run(1, pretrain, 1, f"{flat} --train-iters 6")
     assert expected[-1] < expected[0] - 0.1
     shared = f"{flat} --expert-model-parallel-size 2"
     for losses in ranks.run(4, pretrain, 2, f"{shared} --schedule zb1p --train-iters 4 --save {tmp_path}"):
         assert losses == pytest.approx(expected[:4], rel=1e-4)
-    for losses in ranks.run(2, pretrain, 1, f"{shared} --train-iters 6 --load {tmp_path}"):
-        assert losses == pytest.approx(expected[4:], rel=1e-4)
-    for losses in ranks.run(2, pretrain, 2, f"{flat} --train-iters 6 --load {tmp_path}"):
-        assert losses == pytest.approx(expected[4:], rel=1e-4)
+    (losses,) = ranks.run(1, pretrain, 1, f"{flat} --train-iters 6 --load {tmp_path}")
+    assert losses == pytest.approx(expected[4:], rel=1e-4)
 
 
 def test_captured_experts(ranks: RankPool, text: str, tmp_path: Path) -> None:
     """Stages whose sizes depend on values, as eager ones to the last bit: balanced by biases, which change between
-    steps, and by an auxiliary loss. A checkpoint of theirs goes on eagerly, shared out otherwise."""
+    steps, and by an auxiliary loss. A checkpoint of theirs goes on eagerly."""
     options = f"{text} {MOE} --min-lr 4e-3 --moe-bias-update-rate 1e-2 --dropout 0.0 --num-layers 1"
-    shared = f"{options} --expert-model-parallel-size 2 --save {tmp_path}"
-    expected = ranks.run(2, pretrain, 1, f"{shared}/eager --train-iters 2")
-    assert ranks.run(2, pretrain, 1, f"{shared}/captured --train-iters 2 --stage-backend graph") == expected
-    (resumed,) = ranks.run(1, pretrain, 1, f"{options} --load {tmp_path}/captured --train-iters 4")
-    (wanted,) = ranks.run(1, pretrain, 1, f"{options} --load {tmp_path}/eager --train-iters 4")
-    assert resumed == wanted
+    (expected,) = ranks.run(1, pretrain, 1, f"{options} --train-iters 4")
+    (captured,) = ranks.run(1, pretrain, 1, f"{options} --save {tmp_path} --train-iters 2 --stage-backend graph")
+    (resumed,) = ranks.run(1, pretrain, 1, f"{options} --load {tmp_path} --train-iters 4")
+    assert captured + resumed == expected
 
 
 @pytest.mark.soak

@@ -47,15 +47,14 @@ def test_the_lines_of_each_way_in_are_on_its_page() -> None:
         assert [line for line in re.findall(r"`([^`]+)`", lines) if line not in text] == []
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 4), ("zbv", 2)])
-def test_the_script_trains(ranks: RankPool, schedule: str, num_ranks: int) -> None:
+def test_the_script_trains(ranks: RankPool) -> None:
+    """On two ranks, by another schedule, whose last stage is on the first one. `make wheel` runs it as it is."""
     (script,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
     assert script.count('"1f1b"') == 2
     assert script in HOME
-    script = script.replace('"1f1b"', f'"{schedule}"').replace("parallel_size=4", f"parallel_size={num_ranks}")
-    printed = ranks.run(num_ranks, run_script, script)
-    has_loss = 0 if schedule == "zbv" else 3  # where the last stage is
-    losses = [float(line.split()[-1]) for line in printed[has_loss].splitlines() if line.startswith("step")]
+    script = script.replace('"1f1b"', '"zbv"').replace("parallel_size=4", "parallel_size=2")
+    printed, _ = ranks.run(2, run_script, script)
+    losses = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("step")]
     assert len(losses) == 20
     assert losses[-1] < 0.9 * losses[0]
 

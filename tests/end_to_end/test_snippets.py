@@ -1,9 +1,8 @@
 """Every snippet of the README and of the pages runs, and what it shows is what comes out.
 
 The Python blocks of a page run one after the other, in one namespace: on 4 ranks where the page counts them, on 2 with
-a pipeline that is half as long on all others. Blocks in HTML comments (`<!-- python`) run too: they are what a reader
-has already. A page that links to the whole script of the ten steps
-continues it.
+a pipeline and a model that are half as long on all others. Blocks in HTML comments (`<!-- python`) run too: they are
+what a reader has already. A page that links to the whole script of the ten steps continues it.
 """
 
 from __future__ import annotations
@@ -104,7 +103,8 @@ def run_on_rank(rank: int, blocks: list[Block], page: str, folder: Path) -> list
             warnings.simplefilter("ignore", megapipe.TrainingWarning)
             for block in blocks:
                 text = re.sub(r"dist\.(init|destroy)_process_group\(.*\)", "pass", block.text)
-                text = text.replace("parallel_size=4", f"parallel_size={dist.get_world_size()}")
+                if dist.get_world_size() == 2:
+                    text = text.replace("parallel_size=4", "parallel_size=2").replace("layers=8", "layers=4")
                 printed = io.StringIO()
                 with contextlib.redirect_stdout(printed):
                     exec(compile("\n" * block.line + text, page, "exec", dont_inherit=True), names)

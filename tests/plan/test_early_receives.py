@@ -93,7 +93,7 @@ def as_source(action: Action) -> Action:
 
 
 def plans() -> Iterator[Plan]:
-    for name, pp_size, rounds in product(SCHEDULES, (2, 3, 4), (1, 3)):
+    for name, pp_size, rounds in product(SCHEDULES, (2, 3), (1, 3)):
         yield make_plan(name, pp_size, rounds * pp_size)
 
 

@@ -15,8 +15,8 @@ import megapipe
 from megapipe.plan import ScheduleError, Settings, find_schedule, make_plan
 
 GOLDEN = Path(__file__).with_suffix(".txt")
-ALL_SIZES = list(itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 5, 8)))
-SOME_SIZES = list(itertools.product((1, 3, 5), (3, 12)))
+ALL_SIZES = list(itertools.product((1, 2, 3, 5), (1, 2, 5, 8)))
+SOME_SIZES = list(itertools.product((1, 3), (3, 12)))
 SETTINGS: dict[str, Any] = {
     "plain": {},
     "recompute": {"settings": Settings(recompute=True)},

@@ -98,8 +98,8 @@ def test_one_more_pending_weight(name: str, num_chunks: int | None, most: float,
 @pytest.mark.parametrize("name", ["zb1p", "zb2p", "interleaved_zb1p", "combined_zb1p", "zbv", "v_half", "v_min"])
 def test_limits_of_pending_weights(name: str) -> None:
     """Both settings only move Ws."""
-    for p in range(1, 4):
-        for m in (1, 2, 7):
+    for p in (1, 3):
+        for m in (2, 7):
             own = make_plan(name, p, m)
             for settings in (
                 Settings(min_pending_weights=2),
@@ -124,8 +124,8 @@ def test_limits_of_pending_weights(name: str) -> None:
 def test_weights_are_completed_in_order(least: int) -> None:
     """A whole backward of dualpipev overtook a W of the same chunk that was kept pending: gradients were added up in
     another order, and rounded otherwise."""
-    for p in range(1, 5):
-        for m in (1, 2 * p, 2 * p + 3):
+    for p in (1, 2, 3):
+        for m in (2 * p, 2 * p + 3):
             plan = make_plan("dualpipev", p, m, settings=Settings(min_pending_weights=least))
             plan.check()
             for actions in plan.actions:

@@ -4,19 +4,6 @@ from megapipe import StageInfo, parallel_state, stages_for_rank
 from megapipe.plan import loop, v_shape
 
 
-def stages(placement: object, pp_size: int, num_chunks: int) -> list[list[int]]:
-    return [[s.index for s in placement.stages(rank, pp_size, num_chunks)] for rank in range(pp_size)]
-
-
-def test_loop() -> None:
-    assert stages(loop, 4, 2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-
-
-def test_v_shape() -> None:
-    assert stages(v_shape, 4, 2) == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    assert stages(v_shape, 2, 3) == [[0, 3, 4], [1, 2, 5]]
-
-
 @pytest.mark.parametrize("placement", [loop, v_shape])
 def test_rank_is_the_inverse_of_stage(placement: object) -> None:
     for pp_size in range(1, 6):

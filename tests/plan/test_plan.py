@@ -1,6 +1,5 @@
 """Plans played through time, checked, saved and read back; and how they compare with torch.distributed.pipelining's."""
 
-import dataclasses
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -27,31 +26,20 @@ from megapipe.plan import (
     Verbs,
     find_schedule,
     load_plan,
-    loop,
     make_plan,
     v_shape,
 )
 
-SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
-GRID = [(name, *sizes) for name in SCHEDULES for sizes in ((1, 3), (2, 1), (3, 4), (4, 8))]
-
-
 # Time
 
 
-@pytest.mark.parametrize(("name", "pp_size", "m"), GRID)
-def test_what_holds_for_every_simulation(name: str, pp_size: int, m: int) -> None:
-    simulation = make_plan(name, pp_size, m).simulate(1.0, 1.3, 0.8, p2p=0.1, message=0.05)
+@pytest.mark.parametrize(("name", "sizes"), [("gpipe", (2, 1)), ("1f1b", (3, 4)), ("interleaved_1f1b", (4, 8))])
+def test_what_holds_for_every_simulation(name: str, sizes: tuple[int, int]) -> None:
+    simulation = make_plan(name, *sizes).simulate(1.0, 1.3, 0.8, p2p=0.1, message=0.05)
     assert simulation.makespan >= simulation.lower_bound - 1e-9
     for spans in simulation.spans:
         assert all(before.end <= after.start + 1e-9 for before, after in pairwise(spans))
     assert all(0 <= inner <= outer + 1e-9 for inner, outer in zip(simulation.inner_bubble, simulation.bubble))
-
-
-def test_one_rank_is_at_its_lower_bound() -> None:
-    simulation = make_plan("1f1b", 1, 5).simulate()
-    assert simulation.makespan == simulation.lower_bound == 15
-    assert simulation.bubble == [0]
 
 
 def test_times_of_each_stage() -> None:
@@ -70,6 +58,7 @@ def test_times_of_each_microbatch() -> None:
     plan = make_plan("1f1b", 1, 4)
     simulation = plan.simulate(microbatches=lengths)
     assert simulation.makespan == pytest.approx(12.0)
+    assert (simulation.lower_bound, simulation.bubble) == (pytest.approx(12.0), pytest.approx([0]))
     spans = {action: end - start for action, start, end in simulation.spans[0]}
     assert [spans[action] for action in spans if action.kind == "F"] == pytest.approx([1.0, 1 / 3, 2 / 3, 2.0])
     for name in ("1f1b", "zbv", "interleaved_1f1b"):
@@ -93,21 +82,6 @@ def test_messages_take_latency_and_bandwidth() -> None:
     assert [span.start for span in spans[1][:4]] == [3, 5, 7, 9]
 
 
-def sends_late(pipe: Verbs) -> None:
-    for verb in (pipe.recv_forward, pipe.forward_step, pipe.send_forward):
-        for _ in range(pipe.num_microbatches):
-            verb()
-    return pipe.finish()
-
-
-def test_messages_sent_together_follow_each_other() -> None:
-    plan = make_plan(Schedule("late", sends_late, loop, forward_only=True), 2, 3)
-    plan.check()
-    spans = plan.simulate(1.0, p2p=0.5, message=2.0).spans
-    assert [span.start for span in spans[0]] == [0, 1, 2]
-    assert [span.start for span in spans[1]] == [3 + 2 + 0.5, 3 + 4 + 0.5, 3 + 6 + 0.5]
-
-
 def test_steps_overlap_unless_the_optimizer_waits_for_all() -> None:
     plan = make_plan("1f1b", 4, 8)
     alone = plan.simulate(optimizer=1.0)
@@ -122,25 +96,20 @@ def test_steps_overlap_unless_the_optimizer_waits_for_all() -> None:
     assert inference.simulate(num_steps=5, synchronize=True).step_time == 11
 
 
-def test_large_plans() -> None:
-    plan = make_plan("interleaved_1f1b", 32, 64, 2)
-    assert plan.simulate().makespan == pytest.approx(3 * (64 + 31 / 2))
-
-
 # Files
 
 
-@pytest.mark.parametrize("ending", ["csv", "json"])
-@pytest.mark.parametrize(("name", "pp_size", "m"), GRID)
-def test_plans_come_back_from_files(name: str, pp_size: int, m: int, ending: str, tmp_path: Path) -> None:
-    plan = make_plan(name, pp_size, m)
-    path = tmp_path / f"{name}.{ending}"
-    plan.save_csv(path) if ending == "csv" else plan.save_json(path)
-    loaded = load_plan(path)
-    assert loaded.actions == plan.actions
-    assert (loaded.name, loaded.num_chunks, loaded.num_microbatches) == (name, plan.num_chunks, m)
-    loaded.check()
-    assert loaded.simulate().makespan == plan.simulate().makespan
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
+def test_plans_come_back_from_files(name: str, tmp_path: Path) -> None:
+    plan = make_plan(name, 3, 4)
+    for path, save in ((tmp_path / f"{name}.csv", plan.save_csv), (tmp_path / f"{name}.json", plan.save_json)):
+        save(path)
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a mark of the byte order is no part of a file
+        loaded = load_plan(path)
+        assert loaded.actions == plan.actions
+        assert (loaded.name, loaded.num_chunks, loaded.num_microbatches) == (name, plan.num_chunks, 4)
+        loaded.check()
+        assert loaded.simulate().makespan == plan.simulate().makespan
 
 
 def test_cells_of_older_torch(tmp_path: Path) -> None:
@@ -158,16 +127,14 @@ def turn(rank: int, chunk: int, pp_size: int) -> int:
     return (rank + chunk) % pp_size
 
 
-SWAPPED = Placement("swapped", lambda rank, chunk, pp_size: rank ^ 1 if chunk % 2 else rank)
 TURNED = Placement("turned", turn, lambda place, chunk, pp_size: (place - chunk) % pp_size)
 
 
-@pytest.mark.parametrize("placement", [SWAPPED, TURNED], ids=["swapped", "turned"])
-def test_a_placement_of_ones_own_comes_back(placement: Placement, tmp_path: Path) -> None:
+def test_a_placement_of_ones_own_comes_back(tmp_path: Path) -> None:
     """A plan whose placement is neither a loop nor a V could not be loaded from its own file, and its timeline not be
     gathered at the end of a run: the placement was guessed, where the actions say it."""
     loops = find_schedule("looped_bfs").loops
-    plan = make_plan(Schedule("mine", loops, placement, num_chunks=3), 4, 5)
+    plan = make_plan(Schedule("mine", loops, TURNED, num_chunks=3), 4, 5)
     plan.save_json(tmp_path / "plan.json")
     plan.save_csv(tmp_path / "plan.csv")
     for name in ("plan.json", "plan.csv"):
@@ -215,11 +182,7 @@ def test_a_placement_with_a_wrong_inverse() -> None:
         # Of plans that do not work
         ("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n", r"the microbatches \[0, 1\], but \[1, 0\] are received"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n", r"the microbatches \[0, 1\], but \[0\] are received"),
-        (
-            "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
-            "^plan would hang: rank 0 waits at 0B0 for the output gradient of microbatch 0 from rank 1, which waits at "
-            "1F1; rank 1 waits at 1F1 for the forward input of microbatch 1 from rank 0, which waits at 0B0.$",
-        ),
+        ("0F0,0F0.1,0B0.1,0B0\n1F0.1,1F0,1B0.1,1B0\n", r"microbatches \[0, 0.1\], but \[0.1, 0\] are received"),
         ("0F0,0F0,0B0\n", "recv_forward.0. more often than there are microbatches .1."),
         ("0F0,0F2,0B0,0B2\n", "0RECV_F2 on rank 0 where 0RECV_F1 is next"),
         ("0F0,0F1,0B0\n", "after 1 calls of recv_backward.0.; there are 2 microbatches"),
@@ -236,14 +199,6 @@ def test_files_without_a_plan_that_works(content: str | bytes, message: str, tmp
         load_plan(path).check()
 
 
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
-    plan = make_plan("1f1b", 2, 3)
-    for name, save in (("plan.csv", plan.save_csv), ("plan.json", plan.save_json)):
-        save(tmp_path / name)
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
-        assert load_plan(tmp_path / name).actions == plan.actions
-
-
 def test_sizes_that_are_no_whole_numbers() -> None:
     for sizes, message in (
         (("2", 3), "pp_size is a whole number, got '2', a str"),
@@ -255,20 +210,10 @@ def test_sizes_that_are_no_whole_numbers() -> None:
     assert make_plan("1f1b", np.int64(2), torch.tensor(3)).sizes == make_plan("1f1b", 2, 3).sizes
 
 
-def test_a_plan_that_hangs_has_no_time(tmp_path: Path) -> None:
-    """A plan that hangs was simulated as far as it got: where each rank ran something, that came out as a makespan
-    shorter than the work, and else as an error about an index."""
-    path = tmp_path / "plan.csv"
-    for text in ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "0B0,0F0\n1F0,1B0\n"):
-        path.write_text(text)
-        with pytest.raises(ScheduleError, match="plan would hang: rank 0 waits at 0B0 for the output gradient"):
-            load_plan(path).simulate()
-
-
 # torch.distributed.pipelining
 
 
-@pytest.mark.parametrize(("pp_size", "m"), [(2, 2), (2, 4), (3, 6), (4, 4), (4, 8)])
+@pytest.mark.parametrize(("pp_size", "m"), [(2, 2), (3, 6)])
 def test_same_orders_as_torch(pp_size: int, m: int) -> None:
     plan = make_plan("gpipe", pp_size, m)
     assert torch_order(torchs_schedule("ScheduleGPipe", pp_size, m)) == plan_order(plan)
@@ -292,7 +237,7 @@ def test_same_orders_as_torch(pp_size: int, m: int) -> None:
         assert [ours[3 * m + k] for k in range(m)] == other[3 * m :][::-1]
 
 
-@pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (2, 2), (2, 3), (3, 6), (4, 4), (4, 7), (4, 8), (4, 16)])
+@pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (2, 3), (4, 7)])
 def test_same_order_as_torchs_zbv(pp_size: int, m: int) -> None:
     """Every F and B at the same place. torch calls our B, the input's part, I; a W that it cannot fit into the loops it
     runs at the end chunk by chunk, as we do."""
@@ -301,7 +246,7 @@ def test_same_order_as_torchs_zbv(pp_size: int, m: int) -> None:
     assert [[text.replace("B", "I") for text in rank] for rank in plan_order(plan)] == order
 
 
-@pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (2, 4), (2, 5), (3, 6), (4, 8), (4, 13), (8, 16)])
+@pytest.mark.parametrize(("pp_size", "m"), [(1, 2), (2, 5), (4, 8)])
 def test_same_order_as_torchs_dualpipev(pp_size: int, m: int) -> None:
     plan = make_plan("dualpipev", pp_size, m)
     schedule = torchs_schedule("ScheduleDualPipeV", pp_size, m)
@@ -325,9 +270,8 @@ def plan_order(plan: Plan) -> list[list[str]]:
     return [[str(action) for action in rank] for rank in plan.actions]
 
 
-@pytest.mark.parametrize("name", ["looped_bfs", "interleaved_1f1b"])
-def test_torch_reads_our_files(name: str, tmp_path: Path) -> None:
-    plan = make_plan(name, 2, 4, 2)
+def test_torch_reads_our_files(tmp_path: Path) -> None:
+    plan = make_plan("looped_bfs", 2, 4, 2)
     plan.save_csv(tmp_path / "plan.csv")
     schedule = torchs_schedule("ScheduleInterleaved1F1B", 2, 4)
     theirs.PipelineScheduleMulti._load_csv(schedule, str(tmp_path / "plan.csv"))
@@ -339,8 +283,8 @@ def test_bounds_of_overlapped_pairs() -> None:
     uneven = make_plan("dualpipev", 1, 8).simulate([10, 1], [0.5, 5], [0.5, 5], exchange=[0.5, 1])
     assert uneven.lower_bound <= uneven.makespan
     draw = random.Random(0)
-    for pp_size, m in ((2, 5), (3, 7), (4, 8)):
-        for _ in range(6):
+    for pp_size, m in ((2, 5), (4, 8)):
+        for _ in range(4):
             times = ([draw.uniform(0.3, 2.0) for _ in range(2 * pp_size)] for _ in range(3))
             simulation = make_plan("dualpipev", pp_size, m).simulate(*times, p2p=0.1, exchange=0.6 * draw.random())
             assert simulation.lower_bound <= simulation.makespan + 1e-9
@@ -389,42 +333,6 @@ def test_numbers_of_numpy() -> None:
         for kind in (np.float32, float)
     )
     assert (found.spans, found.peak_bytes) == (wanted.spans, wanted.peak_bytes)
-
-
-@pytest.mark.parametrize(("pp_size", "num_chunks"), [(4, 2), (3, 3)])
-def test_a_limit_in_flight_makes_the_largest_groups_that_fit(pp_size: int, num_chunks: int) -> None:
-    """Groups grow where a small one would be left over, so not every size can be had."""
-    m = 11
-    peaks = []
-    for size in range(pp_size, m + 1):
-        grouped = make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=Settings(microbatch_group_size=size))
-        peaks.append(grouped.simulate().peak_activations[0])
-        # In flight on the first rank are its warmup and one more: (v - 1) groups and 2 (p - 1) + 1 chunks.
-        limit = (2 * (pp_size - 1) + 1 + (num_chunks - 1) * size) / num_chunks
-        settings = Settings(max_in_flight=limit)
-        if fitting := [peak for peak in peaks if peak <= limit + 1e-9]:
-            limited = make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=settings)
-            assert limited.simulate().peak_activations[0] == max(fitting), size
-        else:
-            with pytest.raises(ValueError, match="more than max_in_flight"):
-                make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=settings)
-
-
-class CutPlan(Plan):
-    """A plan whose last stage needs nothing from the one before: two pipelines in one."""
-
-    def needs(self, event: Event) -> Event | None:
-        needed = super().needs(event)
-        return None if event.stage == 1 or needed is None or needed.stage == 1 else needed
-
-
-def test_a_plan_says_by_itself_what_its_actions_need() -> None:
-    """The simulation worked out for itself which messages an action waits for. A plan that is cut in two, as the
-    benchmarks have it of DualPipe, would then hang."""
-    plan = make_plan("1f1b", 2, 2)
-    cut = CutPlan(**{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)})
-    assert plan.simulate(1.0, 1.0, 1.0).makespan == 9.0
-    assert cut.simulate(1.0, 1.0, 1.0).makespan == 6.0
 
 
 @pytest.mark.parametrize("name", ["combined_1f1b", "dualpipev"])

@@ -6,6 +6,7 @@ In the pictures a row is a rank, a column a unit of time; a forward takes one un
 import inspect
 import itertools
 import pydoc
+import re
 import textwrap
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 import megapipe
 from megapipe.analysis import as_text
-from megapipe.plan import Plan, ScheduleError, Settings, Verbs, find_schedule, loop, make_plan
+from megapipe.plan import Schedule, ScheduleError, Settings, Verbs, find_schedule, loop, make_plan
 from megapipe.plan.recorder import PlanRecorder
 
 PICTURES = {
@@ -31,13 +32,6 @@ PICTURES = {
         .   .   2F0 2F1 2F2 2F3 2F4
         """,
     ),
-    "inference with two chunks": (
-        (2, 4, 2),
-        """
-        0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3 .
-        .   1F0 1F1 3F0 3F1 1F2 1F3 3F2 3F3
-        """,
-    ),
     "gpipe": (
         (3, 4),
         """
@@ -53,15 +47,6 @@ PICTURES = {
         .   1F0 1F1 1F2 .   .   .   .   1B0 1B0 1F3 1B1 1B1 1F4 1B2 1B2 1F5 1B3 1B3 .   1B4 1B4 .   1B5 1B5 .   .
         .   .   2F0 2F1 .   .   2B0 2B0 2F2 2B1 2B1 2F3 2B2 2B2 2F4 2B3 2B3 2F5 2B4 2B4 .   2B5 2B5 .   .   .   .
         .   .   .   3F0 3B0 3B0 3F1 3B1 3B1 3F2 3B2 3B2 3F3 3B3 3B3 3F4 3B4 3B4 3F5 3B5 3B5 .   .   .   .   .   .
-        """,
-    ),
-    "1f1b with fewer microbatches than ranks": (
-        (4, 2),
-        """
-        0F0 0F1 .   .   .   .   .   .   .   .   0B0 0B0 .   0B1 0B1
-        .   1F0 1F1 .   .   .   .   .   1B0 1B0 .   1B1 1B1 .   .
-        .   .   2F0 2F1 .   .   2B0 2B0 .   2B1 2B1 .   .   .   .
-        .   .   .   3F0 3B0 3B0 3F1 3B1 3B1 .   .   .   .   .   .
         """,
     ),
     "looped_bfs": (
@@ -131,12 +116,6 @@ PICTURES = {
         .   1F0 1F1 3F0 3F1 3B0 3B0 1F2 3B1 3B1 1F3 1B0 1B0 3F2 1B1 1B1 3F3 3B2 3B2 3B3 3B3 1B2 1B2 1B3 1B3 .   .
         """,
     ),
-    "combined_1f1b on one rank": (
-        (1, 3, 1),
-        """
-        0F0 0F1 0B0 0B0 0F2 0B1 0B1 0B2 0B2
-        """,
-    ),
     "combined_zb1p": (
         (2, 4),
         """
@@ -188,7 +167,7 @@ CHUNKS: dict[str, list[int]] = {
 # Those that cut sequences have the plans of others with one slice: test_slices.py tries them with several.
 SLICED = [name for name in megapipe.schedule_names() if find_schedule(name).slices]
 PIPELINED = [name for name in megapipe.schedule_names() if name not in ("no_pipelining", *SLICED)]
-SOME_SIZES = [*itertools.product((1, 2, 3, 5), (1, 2, 3, 5, 8)), (8, 13)]
+SOME_SIZES = [*itertools.product((1, 2, 3), (1, 2, 3, 5)), (5, 8), (8, 13)]
 ALL_SIZES = [*itertools.product(range(1, 9), (*range(1, 9), 13, 16, 31, 32))]
 
 
@@ -203,58 +182,18 @@ def test_every_schedule_has_a_picture() -> None:
     assert {name.split()[0] for name in PICTURES} == set(megapipe.schedule_names())
 
 
-def assert_complete(plan: Plan) -> None:
-    """Every microbatch goes through every stage once each way, and every message sent is received."""
-    num_stages = plan.pp_size * plan.num_chunks
-    everything = {
-        (stage, microbatch, part)
-        for stage in range(num_stages)
-        for microbatch in range(plan.num_microbatches)
-        for part in range(plan.num_slices)
-    }
-    events = [event for rank in plan.events for event in rank]
-    assert len(set(events)) == len(events)
-    verbs = ["recv_forward", "send_forward"]
-    assert {(stage, *unit) for rank in plan.actions for stage, kind, *unit in rank if kind == "F"} == everything
-    if not plan.forward_only:
-        verbs += ["recv_backward", "send_backward"]
-    for verb in verbs:
-        assert {event[1:] for event in events if event.verb == verb} == everything
-    backwards = [event.action for event in events if event.action is not None and event.action.kind != "F"]
-    assert {event.verb for event in events} - set(verbs) <= {
-        "forward_step",
-        "backward_step",
-        "backward_input_step",
-        "backward_weight_step",
-        "overlapped_forward_step",
-        "overlapped_backward_step",
-        "overlapped_backward_input_step",
-    }
-    for part in ("B", "W"):  # whether they are run together or apart
-        done = [(stage, *unit) for stage, kind, *unit in backwards if part in kind]
-        assert len(done) == len(set(done))
-        assert set(done) == (set() if plan.forward_only else everything)
-
-
 @pytest.mark.parametrize(
     "sizes", [SOME_SIZES, pytest.param(ALL_SIZES, marks=pytest.mark.soak)], ids=["some sizes", "all sizes"]
 )
 @pytest.mark.parametrize("name", PIPELINED)
-def test_plans_are_complete_and_cannot_hang(name: str, sizes: list[tuple[int, int]]) -> None:
+def test_no_plan_hangs(name: str, sizes: list[tuple[int, int]]) -> None:
+    """Nor does one lack anything: `check` goes through the calls of each rank again."""
     for num_chunks, (pp_size, num_microbatches) in itertools.product(CHUNKS.get(name, [None]), sizes):
-        plan = make_plan(name, pp_size, num_microbatches, num_chunks)
-        assert_complete(plan)
-        plan.check()
-
-
-@pytest.mark.parametrize("name", SLICED)
-def test_plans_of_slices_are_complete(name: str) -> None:
-    for pp_size, num_microbatches, num_slices in ((2, 1, 4), (3, 3, 2), (8, 1, 4), (2, 5, 3), (3, 5, 3)):
-        assert_complete(make_plan(name, pp_size, num_microbatches, num_slices=num_slices))
+        make_plan(name, pp_size, num_microbatches, num_chunks).check()
 
 
 @pytest.mark.parametrize("name", PIPELINED)
-def test_plans_that_recompute_are_complete_and_cannot_hang(name: str) -> None:
+def test_plans_that_recompute(name: str) -> None:
     """A B has an R, unless it follows its F at once, alone or in a pair with another F; and no more than one W is
     pending."""
     for pp_size, num_microbatches in SOME_SIZES:
@@ -270,17 +209,9 @@ def test_plans_that_recompute_are_complete_and_cannot_hang(name: str) -> None:
                 assert num_pending <= 1 + (action.kind == "B")
 
 
-@pytest.mark.parametrize("num_microbatches", [4, 8, 16])
-def test_recomputation_comes_before_the_wait(num_microbatches: int) -> None:
-    """As part of B it would delay each of the last backwards, one rank after the other."""
-    before = make_plan("1f1b", 4, num_microbatches, settings=Settings(recompute=True)).simulate().makespan
-    within = make_plan("1f1b", 4, num_microbatches).simulate(backward_input=2.0).makespan
-    assert within - before >= 3
-
-
 def test_validation_sends_forwards_in_the_order_of_training() -> None:
     for name in PIPELINED:
-        for pp_size, m in ((2, 3), (4, 6), (4, 9)):
+        for pp_size, m in ((2, 3), (4, 6)):
             plan = make_plan(name, pp_size, m)
             schedule = find_schedule(name)
             for rank in range(pp_size):
@@ -292,7 +223,7 @@ def test_validation_sends_forwards_in_the_order_of_training() -> None:
 
 def test_groups_of_any_size() -> None:
     """Megatron's formula: warmup and one more are in flight."""
-    for pp_size, num_chunks in ((2, 4), (3, 3), (5, 2), (8, 2)):
+    for pp_size, num_chunks in ((2, 4), (3, 3)):
         for group_size in (pp_size + 1, 2 * pp_size):
             plan = make_plan("interleaved_1f1b", pp_size, 2 * group_size, num_chunks, settings=Settings(group_size))
             peaks = [2 * (pp_size - rank - 1) + (num_chunks - 1) * group_size + 1 for rank in range(pp_size)]
@@ -301,8 +232,8 @@ def test_groups_of_any_size() -> None:
 
 def test_every_number_of_microbatches_interleaves() -> None:
     """Also those that Megatron refuses, whose last group is smaller than the pipeline."""
-    for pp_size, num_chunks in ((2, 2), (3, 3), (5, 2)):
-        for group_size in (pp_size, pp_size + 1, 2 * pp_size):
+    for pp_size, num_chunks in ((2, 2), (3, 3)):
+        for group_size in (pp_size, pp_size + 1):
             for m in range(1, 2 * group_size):
                 make_plan("interleaved_1f1b", pp_size, m, num_chunks, settings=Settings(group_size)).check()
     with pytest.raises(ValueError, match="must be at least the 4 ranks of the pipeline, got 3"):
@@ -310,14 +241,6 @@ def test_every_number_of_microbatches_interleaves() -> None:
 
 
 # Schedules that are wrong
-
-
-def record(loops: Any, pp_size: int = 2, num_microbatches: int = 2) -> Plan:
-    return make_plan(megapipe.plan.registry.Schedule("mine", loops, loop), pp_size, num_microbatches)
-
-
-def no_receive(pipe: Verbs) -> None:
-    pipe.forward_step()
 
 
 def no_weights(pipe: Verbs) -> None:
@@ -331,15 +254,6 @@ def no_weights(pipe: Verbs) -> None:
     return pipe.finish()
 
 
-def weights_of_nothing(pipe: Verbs) -> None:
-    pipe.recv_forward()
-    pipe.forward_step()
-    pipe.send_forward()
-    pipe.recv_backward()
-    pipe.backward_step()
-    pipe.backward_weight_step()
-
-
 def no_finish(pipe: Verbs) -> None:
     """Plans and their check took it, and training refused it at the end of its first step."""
     for _ in range(pipe.num_microbatches):
@@ -351,18 +265,13 @@ def no_finish(pipe: Verbs) -> None:
     ("loops", "text"),
     [
         (no_finish, "rank 0 did not end its step with `return pipe.finish()`."),
-        (no_receive, "rank 0 calls forward_step(0) for microbatch 0 before recv_forward(0)."),
         (no_weights, "rank 0 ended its step without the Ws of 2 microbatches of chunk 0."),
-        (
-            weights_of_nothing,
-            "rank 0 calls backward_weight_step() but has no deferred weight gradient (after 1 backwards).",
-        ),
     ],
 )
 def test_a_schedule_that_is_wrong_in_itself_is_refused(loops: Any, text: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
-        record(loops)
-    assert text in str(caught.value)
+    """test_plan.py has those that a file can have, too."""
+    with pytest.raises(ScheduleError, match=re.escape(text)):
+        make_plan(Schedule("mine", loops, loop), 2, 2)
 
 
 # Finding a schedule

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def assert_runs(plan: Plan) -> None:
 
 
 def test_no_plan_hangs_and_memory_is_that_of_the_formula() -> None:
-    for plan in plans((1, 2, 5), (1, 2, 3, 7), (1, 2, 3, 5), (1, 2, 3)):
+    for plan in plans((1, 2, 5), (1, 2, 7), (1, 2, 3), (1, 3)):
         assert_runs(plan)
 
 
@@ -128,9 +127,8 @@ def test_a_message_occupies_its_channel_for_its_share() -> None:
     assert (whole, cut) == (8.0, 8.0)  # four slices of a quarter, one after the other, both ways
 
 
-@pytest.mark.parametrize("name", SLICED)
-def test_files_keep_slices(name: str, tmp_path: Path) -> None:
-    plan = make_plan(name, 3, 2, num_slices=3)
+def test_files_keep_slices(tmp_path: Path) -> None:
+    plan = make_plan("seq_interleaved_1f1b", 3, 2, num_slices=3)
     plan.save_json(tmp_path / "plan.json")
     plan.save_csv(tmp_path / "plan.csv")
     for ending in ("json", "csv"):
@@ -169,16 +167,3 @@ def actions(text: str) -> list[Action]:
 def test_keys_and_their_gradients_are_there_before_they_are_used(row: str, text: str) -> None:
     with pytest.raises(ScheduleError, match=text):
         plan_of("mine", [actions(row)]).check()
-
-
-def test_messages_of_slices_arrive_in_order() -> None:
-    plan = make_plan("seq1f1b", 2, 2, num_slices=2)
-    sends = [k for k, event in enumerate(plan.events[0]) if event.verb == "send_forward"]
-    first, second = sends[:2]
-    events = [list(row) for row in plan.events]
-    events[0][first], events[0][second] = events[0][second], events[0][first]
-    plan = replace(plan, events=events)
-    with pytest.raises(
-        ScheduleError, match=r"microbatches \[0\.1, 0, 1, 1\.1\], but \[0, 0\.1, 1, 1\.1\] are received"
-    ):
-        plan.check()

@@ -7,7 +7,7 @@ import pytest
 
 from megapipe.plan import Plan, Settings, make_plan
 
-SIZES = (2, 3, 4, 7)
+SIZES = (2, 3, 5)
 
 
 def plans(name: str, pp_size: int, num_chunks: int | None = None) -> list[Plan]:
@@ -45,19 +45,6 @@ def test_zb2p_fills_as_well_as_its_memory_allows(p: int) -> None:
     assert (
         make_plan("zb1p", p, 4 * p).actions == make_plan("zb2p", p, 4 * p, settings=Settings(max_in_flight=p)).actions
     )
-
-
-@pytest.mark.parametrize("p", SIZES)
-@pytest.mark.parametrize(("name", "share"), [("v_half", 1 / 2), ("v_min", 2 / 3)])
-def test_v_half_and_v_min(name: str, share: float, p: int) -> None:
-    peak = {"v_half": (p + 2) // 2, "v_min": (p + 4) // 3}[name]
-    for plan in plans(name, p):
-        if plan.num_microbatches == 2:
-            continue  # too few to get there
-        simulation = plan.simulate()
-        assert max(simulation.peak_activations) == peak
-        bubble = simulation.makespan - 3 * plan.num_microbatches
-        assert bubble == pytest.approx(share * 3 * (p - 1), rel=0.25)  # 1F1B's is 3 (p - 1)
 
 
 @pytest.mark.parametrize("p", SIZES)
@@ -114,16 +101,16 @@ def test_more_in_flight_hides_slow_messages(name: str) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb1p", "zb2p", "interleaved_zb1p"])
 def test_any_limit_in_flight_works(name: str) -> None:
     for p in (1, 2, 3):
-        for m in range(1, 4 * p):
-            for limit in {2 * p, 3 * p, 4 * p - 1}:
+        for m in {1, p, 2 * p + 1, 4 * p - 1}:
+            for limit in {2 * p, 4 * p - 1}:
                 make_plan(name, p, m, settings=Settings(max_in_flight=limit)).check()
 
 
-@pytest.mark.parametrize("num_chunks", [2, 3, 4])
-@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("num_chunks", [2, 4])
+@pytest.mark.parametrize("p", [2, 3])
 def test_interleaved_zb1p_holds_no_more_than_zbv_where_it_must(p: int, num_chunks: int) -> None:
     """A limit below two warmup forwards per rank was refused, though one is enough."""
-    for m in (p, 2 * p, 4 * p):
+    for m in (p, 4 * p):
         plan = make_plan("interleaved_zb1p", p, m, num_chunks, settings=Settings(max_in_flight=p))
         plan.check()
         assert max(plan.simulate().peak_activations) <= p
