@@ -85,6 +85,14 @@ def make_gradient(moe: MoE) -> Tensor:
     return grad
 
 
+def test_the_balancing_loss_is_1_when_even() -> None:
+    even = torch.full((8, EXPERTS), 1 / EXPERTS)
+    assert load_balancing_loss(even, torch.arange(16).view(8, 2) % EXPERTS).item() == 1
+    assert load_balancing_loss(even, torch.zeros(8, 1, dtype=torch.long)).item() == 1
+    skewed = torch.tensor([[1.0, 0, 0, 0]]).expand(8, -1)
+    assert load_balancing_loss(skewed, torch.zeros(8, 1, dtype=torch.long)).item() == EXPERTS
+
+
 def test_biases_even_out_the_loads() -> None:
     """Choices follow them; the weights of what is chosen do not."""
     moe = make_moe()
