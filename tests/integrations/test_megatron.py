@@ -26,6 +26,7 @@ import megapipe
 from megapipe import PipelineConfig, PipelineStage, StageInfo, get_forward_backward_func, stages_for_rank
 from megapipe.integrations.megatron import framework, global_name
 from megapipe.plan import find_schedule
+from megapipe.proving import toy
 from megapipe.proving.whole import Whole
 from megapipe.weight_grad import DeferredGrads
 
@@ -240,6 +241,43 @@ def test_chunks_for_v_placement(rank: int) -> None:
     first, second = (gathered(chunks, lambda p: p.grad) for chunks in (loop_chunks, v_chunks))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+class OfMegatron(toy.Layers):
+    """A stage of Megatron's protocol."""
+
+    def __init__(self, info: StageInfo, config: Any) -> None:
+        super().__init__(info, 8)
+        self.config, self.info, self.model_type = config, info, None
+        self.received: Any = None
+
+    def set_input_tensor(self, received: Any) -> None:
+        self.received = received[0] if isinstance(received, list) else received
+
+    def forward(self, tokens: Any) -> Any:
+        return super().forward(tokens if self.info.is_first else self.received)
+
+
+@on_ranks(2)
+def test_its_own_schedule_is_proved(rank: int) -> None:
+    config = megatron(2, 2)
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(data: Iterator[Any], chunk: nn.Module) -> Any:
+        tokens, labels = next(data)
+        return chunk(tokens), lambda output: ((loss := toy.loss_of(output, labels)), loss.detach().clone())
+
+    sizes = {"seq_length": toy.BATCH, "micro_batch_size": toy.LENGTH, "decoder_seq_length": toy.BATCH}
+    proof = megapipe.prove(
+        lambda info: OfMegatron(info, config),
+        forward_step,
+        schedule=get_forward_backward_func(),
+        data=toy.microbatches(4),
+        pp_size=2,
+        num_chunks=2,
+        options=sizes,
+    )
+    assert proof, proof
 
 
 @on_ranks(2)
