@@ -132,10 +132,7 @@ def test_a_function_that_does_not_return(made: Any, monkeypatch: pytest.MonkeyPa
 
 def test_what_sizes_have_in_common(made: Any) -> None:
     for loops, text in (
-        (
-            few,
-            "3 of 40 sizes are wrong: it needs m >= p - 1; the first is p = 3, m = 1: rank 0 calls recv_forward(0)",
-        ),
+        (few, "3 of 40 sizes are wrong: it needs m >= p - 1; the first is p = 3, m = 1: rank 0 calls recv_forward(0)"),
         (
             no_weights,
             "sizes are wrong: no size is right; the first is p = 1, m = 1: rank 0 ended its step without the W",
