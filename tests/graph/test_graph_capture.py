@@ -613,7 +613,7 @@ def test_stages_of_the_same_shape_share_their_compiled_graphs(monkeypatch: pytes
 
 def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
     """Compiles a graph, says so, draws the same random numbers, and frees what it needs no more: each argument was held
-    until the graph had ended."""
+    until the graph had ended. The graph has kernels of torch's alone, of which none is compiled for seconds."""
     alive = []
 
     @torch.library.custom_op("megapipe_tests::look", mutates_args=(), schema="(Tensor x) -> Tensor")
@@ -622,18 +622,19 @@ def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
         return x.clone()
 
     look.register_fake(torch.empty_like)
-    x = torch.randn(5, H)
-    parts = graph.partition(graph.trace_joint(lambda x: (F.dropout(look(x.sin()), 0.5),), [x], "a test"))
+    x = torch.randn(H, H)
+    parts = graph.partition(graph.trace_joint(lambda x: (look(x.mm(x)), torch.rand(3)), [x], "a test"))
     with caplog.at_level("INFO", "megapipe"), quick_inductor():
         compiled = graph.compile_graph(parts.forward_only, "a graph")
     torch.manual_seed(1)
-    expected = F.dropout(x.sin(), 0.5)
+    drawn = torch.rand(3)
     torch.manual_seed(1)
     arguments = [x.clone()]
     argument = weakref.ref(arguments[0])
-    (found,) = compiled(arguments)
+    product, found = compiled(arguments)
     assert alive == [False]
-    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+    torch.testing.assert_close(product, x.mm(x))
+    assert torch.equal(found, drawn)
     assert arguments == [], "emptied"
     begun, ended = (record.message for record in caplog.records if record.name.startswith("megapipe."))
     assert re.fullmatch(r"compiling a graph, \d+ operators", begun)
