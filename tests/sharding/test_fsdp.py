@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tools.against import assert_same_gradients, full
-from tools.models import BATCH, SEQUENCE, VOCABULARY, Stage, add_gradients, batches, loss_of, run, unseeded_step
+from tools.models import VOCABULARY, Stage, add_gradients, batches, loss_of, run
 from tools.ranks import on_ranks, start_again
 from tools.replicas import NUM_LAYERS, NUM_MICROBATCHES, build_replicas
 from torch import Tensor, nn
@@ -294,6 +294,7 @@ def test_mistakes(rank: int) -> None:
 @on_ranks(1)
 def test_a_captured_stage_of_sharded_layers_is_refused(rank: int) -> None:
     use_mesh(pp=1, dp=1)
-    (chunk,) = shard([capture(Stage(StageInfo(0, 1), 1), (torch.zeros(SEQUENCE, BATCH, dtype=torch.long),))])
-    with pytest.raises(ValueError, match=r"layers\.0\.norm\.weight is a shard.*call fully_shard on the stage only"):
-        run("1f1b", [chunk], 1, forward_step_func=unseeded_step)
+    chunk = capture(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 2),))
+    fully_shard(chunk[0], mesh=parallel_state.get_data_parallel_mesh())
+    with pytest.raises(ValueError, match=r"0\.weight is a shard.*call fully_shard on the stage only"):
+        chunk(torch.ones(1, 2))
