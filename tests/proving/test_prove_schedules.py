@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import papers
 import pytest
 from tools.torchs import against_torch
 
 from megapipe import schedule
 from megapipe.analysis.cli import main
-from megapipe.plan import ScheduleError, Verbs, loop, make_plan, registry
+from megapipe.plan import Verbs, loop, make_plan, registry
 from megapipe.proving import ScheduleProof, check_sizes, prove_schedule, schedule_proof, sizes
 from megapipe.schedules import BW, B, F, W
 
@@ -27,13 +26,10 @@ def made() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def few_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half as many ranks as usual, but for the schedules of papers."""
-    if "name" not in request.fixturenames:
-        monkeypatch.setattr(sizes, "LARGEST", 4)
-
-
-PAPERS = {name: registry._schedules.pop(name) for name in papers.PAPERS}  # other tests go through all that are known
+def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as many ranks as usual on paper, and one number of them that run."""
+    monkeypatch.setattr(sizes, "LARGEST", 4)
+    monkeypatch.setattr(schedule_proof, "RANKS", (2,))
 
 
 def out_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -42,10 +38,7 @@ def out_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 
 @against_torch
-def test_a_schedule_that_is_right(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(schedule_proof, "RANKS", [2])
+def test_a_schedule_that_is_right(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, out = out_of(capsys, "zbv", "--save", str(tmp_path / "zbv.md"), str(tmp_path / "zbv.json"))
     assert status == 0
     assert "zbv: right on paper 40 sizes cannot hang: p up to 4, m up to 16" in out
@@ -159,33 +152,17 @@ def test_twice_the_memory(capsys: pytest.CaptureFixture[str], made: Any, monkeyp
             F(pipe)
         return pipe.finish()
 
-    monkeypatch.setattr(schedule_proof, "RANKS", ())
+    monkeypatch.setattr(schedule_proof, "RANKS", ())  # on paper alone
     status, out = out_of(capsys, "twice")
     assert status == 0
     assert "beaten twice the memory: twice holds 8 microbatches at once, and 1f1b 4 in the same step" in out
 
 
-@pytest.mark.soak
-@against_torch
-@pytest.mark.parametrize("name", papers.PAPERS)
-def test_schedules_of_papers(made: Any, name: str) -> None:
-    """Of eight that were written down, the check found one wrong: rounds of Llama 3 of which the last is shorter."""
-    registry.register(PAPERS[name])
-    proof = prove_schedule(name)
-    assert proof, proof.mistakes
-    assert len(proof.runs) >= 2
-    assert proof.torchs
-
-
-def test_what_it_found_in_llama_3s_rounds(made: Any) -> None:
-    made("shorter_last_round", placement=loop, num_chunks=2)(lambda pipe: papers.rounds_of(pipe, pipe.pp_size + 1))
-    make_plan("shorter_last_round", 6, 7).check()
-    with pytest.raises(ScheduleError, match="shorter_last_round would hang: rank 0 waits"):
-        make_plan("shorter_last_round", 6, 9).check()
-
-
-def test_a_schedule_that_cannot_be_run_by_torch() -> None:
+def test_schedules_that_only_infer_or_cut_sequences() -> None:
     proof = prove_schedule("inference")
     assert proof
     assert proof.runs == []
     assert ScheduleProof("x", proof.sizes).not_by_torch == ""
+    proof = prove_schedule("seq1f1b")
+    assert proof, proof.mistakes
+    assert ["slices" in one.subject for one in proof.runs] == [True, False, False]
