@@ -337,12 +337,10 @@ def replaced(chunk: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("module", "is_whole"),
     [
-        (lambda: with_hook(Chunk()), True),
         (lambda: Wrapper(with_hook(Chunk())), True),
         (lambda: with_hook(Wrapper(Chunk())), True),
         (lambda: Halving(Chunk()), True),
         (lambda: Wrapper(nn.Identity()), True),
-        (lambda: WithHead(Chunk(), nn.Linear(2, 3)), True),
         (lambda: Wrapper(WithHead(Chunk(), nn.Tanh())), True),
         (lambda: replaced(Chunk()), True),
         (lambda: Wrapper(Adapted()), True),
