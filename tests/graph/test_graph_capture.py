@@ -239,12 +239,6 @@ def channels_last() -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
-    "MLP": (lambda: nn.Sequential(nn.Linear(H, 64), nn.ReLU(), nn.Linear(64, H)), lambda: (sequence(),)),
-    "MLP, first stage": (
-        lambda: nn.Sequential(nn.Linear(H, 64, bias=False), nn.GELU(), nn.Linear(64, H, bias=False)),
-        lambda: (sequence().detach(),),
-    ),
-    "norms and attention": (Block, lambda: (sequence(),)),
     "with dropout": (lambda: Block(dropout=0.5), lambda: (sequence(),)),
     "checkpointed, with dropout": (lambda: Checkpointed(dropout=0.5), lambda: (sequence(),)),
     "tied": (Tied, lambda: (tokens(),)),
@@ -263,14 +257,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "way"),
-    [
-        *((case, "") for case in CASES),
-        *((case, "autocast") for case in ("with dropout", "tied", "outputs")),
-        *((case, "recompute") for case in ("batch norm", "complex", "drops nothing")),
-    ],
-)
+WAYS = {"with dropout": "autocast", "tied": "autocast", "batch norm": "recompute", "drops nothing": "recompute"}
+
+
+@pytest.mark.parametrize(("case", "way"), [(case, WAYS.get(case, "")) for case in CASES])
 def test_equal_to_eager(case: str, way: str) -> None:
     """Two microbatches in one backward each and two whose Bs come before their Ws, either pair first, accumulated."""
     torch.manual_seed(0)
@@ -384,27 +374,22 @@ def test_nothing_to_train() -> None:
 def test_recompute_saves_a_quarter_at_most() -> None:
     """With dropout, in attention too: bit for bit, and the same numbers drawn."""
     torch.manual_seed(0)
-    plain = Block(dropout=0.1)
-    stages = {
-        "eager": plain,
-        "all": graph.capture(copy.deepcopy(plain), (sequence(),)),
-        "recompute": graph.capture(copy.deepcopy(plain), (sequence(),), recompute=True),
-    }
+    eager = Block(dropout=0.1)
+    stages = eager, graph.capture(copy.deepcopy(eager), (sequence(),), recompute=True)
     x, grad = sequence(), torch.randn(5, 2, H)
-    results, saved = {}, {}
-    for name, stage in stages.items():
+    results, saved = [], []
+    for stage in stages:
         for split in (False, True):
             again = x.detach().requires_grad_()
             torch.manual_seed(1)
             before = live_tensors()
             output = stage(again)
-            saved[name] = live_bytes(before) - output.nbytes
+            saved.append(live_bytes(before) - output.nbytes)
             drawn = torch.rand(1)
             backward(output, grad, split)
-        results[name] = [output, drawn, again.grad, *(p.grad for p in stage.parameters())]
-    assert_same(results["all"], results["eager"])
-    assert_same(results["recompute"], results["eager"])
-    assert saved["all"] >= 4 * saved["recompute"], saved
+        results.append([output, drawn, again.grad, *(p.grad for p in stage.parameters())])
+    assert_same(*results)
+    assert saved[0] >= 4 * saved[-1], saved
 
 
 def test_no_copies_of_weights_are_saved_under_autocast() -> None:
@@ -628,7 +613,7 @@ def test_stages_of_the_same_shape_share_their_compiled_graphs(monkeypatch: pytes
 
 def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
     """Compiles a graph, says so, draws the same random numbers, and frees what it needs no more: each argument was held
-    until the graph had ended."""
+    until the graph had ended. The graph has kernels of torch's alone, of which none is compiled for seconds."""
     alive = []
 
     @torch.library.custom_op("megapipe_tests::look", mutates_args=(), schema="(Tensor x) -> Tensor")
@@ -637,18 +622,19 @@ def test_inductor(caplog: pytest.LogCaptureFixture) -> None:
         return x.clone()
 
     look.register_fake(torch.empty_like)
-    x = torch.randn(5, H)
-    parts = graph.partition(graph.trace_joint(lambda x: (F.dropout(look(x.sin()), 0.5),), [x], "a test"))
+    x = torch.randn(H, H)
+    parts = graph.partition(graph.trace_joint(lambda x: (look(x.mm(x)), torch.rand(3)), [x], "a test"))
     with caplog.at_level("INFO", "megapipe"), quick_inductor():
         compiled = graph.compile_graph(parts.forward_only, "a graph")
     torch.manual_seed(1)
-    expected = F.dropout(x.sin(), 0.5)
+    drawn = torch.rand(3)
     torch.manual_seed(1)
     arguments = [x.clone()]
     argument = weakref.ref(arguments[0])
-    (found,) = compiled(arguments)
+    product, found = compiled(arguments)
     assert alive == [False]
-    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+    torch.testing.assert_close(product, x.mm(x))
+    assert torch.equal(found, drawn)
     assert arguments == [], "emptied"
     begun, ended = (record.message for record in caplog.records if record.name.startswith("megapipe."))
     assert re.fullmatch(r"compiling a graph, \d+ operators", begun)

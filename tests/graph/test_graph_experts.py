@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,14 +13,12 @@ from tools.experts import HIDDEN, ROUTINGS, differing, make_stage, run_all, stee
 from tools.graphs import quick_inductor, skip_without_tracer
 from tools.ranks import on_ranks
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx import GraphModule
 
 from megapipe import graph
-from megapipe.graph import capture, joint_graph, multiplex, partition, size_reads, split_fsdp_collectives, trace_joint
+from megapipe.graph import capture, joint_graph, multiplex, size_reads
 from megapipe.graph.multiplexing import PART
 from megapipe.graph.nodes import is_compute_bound, is_wait
 from megapipe.overlap import filling_windows
@@ -42,35 +40,27 @@ def worst_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
 # Experts, alone
 
 
-@pytest.mark.parametrize(("num_ranks", "recompute"), [(2, False), (1, True)])
-@on_ranks()
-def test_experts_shared_out_are_equal_to_eager_for_every_routing(rank: int, num_ranks: int, recompute: bool) -> None:
+@on_ranks(2)
+def test_experts_shared_out_are_equal_to_eager_for_every_routing(rank: int) -> None:
     """Outputs, gradients, and the loads that routers count, of microbatches of another length on each rank."""
     num_tokens = 12 - 3 * rank
     eager, captured = (make_stage(dist.group.WORLD, 1) for _ in range(2))
-    capture(captured, (tokens(num_tokens),), recompute=recompute)
+    capture(captured, (tokens(num_tokens),))
     biases = [both[rank] for both in ROUTINGS.values()]
     expected = run_all(eager, biases, num_tokens, split=False)
     for split in (False, True):
         assert differing(run_all(captured, biases, num_tokens, split), expected) == []
 
 
-@pytest.mark.parametrize("way", ["autocast", "in bfloat16", "eval, one token for each expert"])
+@pytest.mark.parametrize("way", ["autocast", "recomputed, in eval, one token for each expert"])
 @on_ranks(1)
 def test_experts_in_other_ways(rank: int, way: str) -> None:
-    """A rank that exchanges tokens with itself. In bfloat16, and under autocast, all experts are one kernel,
-    `torch._grouped_mm`."""
-    settings, num_tokens = ({"moe_topk": 4}, 1) if "one token" in way else ({}, 12)
-    stages = [make_stage(dist.group.WORLD, 1, **settings) for _ in range(2)]
-    x = tokens(num_tokens)
-    for stage in stages:
-        stage.train("eval" not in way)
-        if way == "in bfloat16":
-            stage.bfloat16()
-            x = x.detach().bfloat16().requires_grad_()
+    """A rank that exchanges tokens with itself. Under autocast all experts are one kernel, `torch._grouped_mm`."""
+    settings, num_tokens = ({}, 12) if way == "autocast" else ({"moe_topk": 4}, 1)
+    stages = [make_stage(dist.group.WORLD, 1, **settings).train(way == "autocast") for _ in range(2)]
     biases = [both[rank] for both in ROUTINGS.values()]
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-        capture(stages[1], (x,))
+        capture(stages[1], (tokens(num_tokens),), recompute=way != "autocast")
         ws = of_stage(stages[1]).split.weights
     expected, found = (run_all(stage, biases, num_tokens, stage is stages[1], way == "autocast") for stage in stages)
     assert differing(found, expected) == []
@@ -163,24 +153,18 @@ def assert_one_mode(forward: nn.Module, backward: nn.Module) -> None:
 
 
 @on_ranks(1)
-def test_pairs_of_one_stage_in_one_graph(rank: int) -> None:
-    eager, captured = (make_stage(dist.group.WORLD, 1) for _ in range(2))
-    capture(captured, (tokens(12),))
-    assert differing(in_pairs(rank, [captured], together=True), in_pairs(rank, [eager], together=False)) == []
-    assert of_stage(captured)._multiplexed
-    assert_one_mode(captured, captured)
-
-
-@on_ranks(2)
-def test_pairs_of_two_stages_in_one_graph(rank: int) -> None:
-    """The host waits while the device has the other part. Counted in the graph of a pair: products of the other part
-    between the start and the wait of an exchange, and of a read of sizes. A forward waits four times here, and a
-    backward twice, so some are left alone. On the CPU no tensor is on an accelerator, so all are taken to be."""
+def test_pairs_in_one_graph(rank: int) -> None:
+    """Of one stage, and of two. The host waits while the device has the other part. Counted in the graph of a pair:
+    products of the other part between the start and the wait of an exchange, and of a read of sizes. A forward waits
+    four times here, and a backward twice, so some are left alone. On the CPU no tensor is on an accelerator, so all are
+    taken to be."""
     with mock.patch.object(size_reads, "_is_on_accelerator", lambda node: isinstance(node.meta["val"], Tensor)):
         captured = [capture(make_stage(dist.group.WORLD, 1, seed), (tokens(12),)) for seed in range(2)]
     eager = [make_stage(dist.group.WORLD, 1, seed) for seed in range(2)]
-    assert differing(in_pairs(rank, captured, together=True), in_pairs(rank, eager, together=False)) == []
-    assert_one_mode(*captured)
+    for of_one in (captured[1:], captured):
+        expected = in_pairs(rank, eager[-len(of_one) :], together=False)
+        assert differing(in_pairs(rank, of_one, together=True), expected) == []
+        assert_one_mode(of_one[0], of_one[-1])
     (pair,) = of_stage(captured[0])._multiplexed.values()
     found = []
     nodes = list(pair.graph.nodes)
@@ -193,7 +177,7 @@ def test_pairs_of_two_stages_in_one_graph(rank: int) -> None:
     assert sum(products > 0 for *_, products in found) >= 3, found
 
 
-# Beside replicas and tensor parallelism
+# Beside tensor parallelism
 
 
 class BesideTensorParallel(nn.Module):
@@ -223,48 +207,6 @@ def test_layers_that_share_out_matrices(rank: int) -> None:
     assert differing(*results) == []
 
 
-@on_ranks(2)
-def test_shards_are_gathered_once_and_reduced_once(rank: int) -> None:
-    """Two replicas of one rank that exchanges tokens with itself: the collectives of the shards are taken out of the
-    graph, those of the experts stay. Two microbatches have the gradients of torch's fully_shard that reduces after the
-    second."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "experts"))
-    replicas, experts = mesh["replicas"].get_group(), mesh["experts"].get_group()
-    stage = make_stage(experts, 1).eval()
-    names, buffers = [name for name, _ in stage.named_parameters()], dict(stage.named_buffers())
-    shards = [p.detach().chunk(2)[replicas.rank()].clone().requires_grad_() for p in stage.parameters()]
-    torch.manual_seed(rank)
-    batches = [tokens(12) for _ in range(2)]
-
-    def function(*flat: Tensor) -> tuple[Tensor, ...]:
-        *tensors, x = flat
-        wholes = [all_gather_tensor_autograd(shard, 0, replicas) for shard in tensors[: len(names)]]
-        named = {**dict(zip(names, wholes)), **dict(zip(buffers, tensors[len(names) :]))}
-        return (torch.func.functional_call(stage, named, (x,)),)
-
-    sharded = split_fsdp_collectives(trace_joint(function, [*shards, *buffers.values(), batches[0]], "a test"))
-    assert sharded.sharded == sharded.reduced == tuple(range(len(names)))
-    parts = partition(sharded.joint, len(names))
-    with torch.no_grad():
-        wholes = list(sharded.unshard.forward(list(shards)))
-        totals = [torch.zeros_like(whole) for whole in wholes]
-        found = []
-        for x in batches:
-            inputs = [*wholes, *buffers.values(), x]
-            output, *saved = parts.forward.forward(list(inputs))
-            grads = parts.backward.forward([*(inputs[n] for n in parts.read), *saved, output])
-            totals = [total + grad for total, grad in zip(totals, grads)]
-            found.append(grads[-1])
-        found += sharded.reduce_grad.forward(totals)
-    fully_shard(stage, mesh=mesh["replicas"])
-    for number, x in enumerate(batches):
-        stage.set_requires_gradient_sync(number == 1)
-        output = stage(x)
-        output.backward(output.detach())
-    expected = [x.grad for x in batches] + [2 * p.grad.to_local() for p in stage.parameters()]  # it takes means
-    assert differing(found, expected) == []
-
-
 # Other sizes
 
 
@@ -282,17 +224,17 @@ def two_counts(x: Tensor) -> list[int]:
 
 
 class Sizes(nn.Module):
-    """A forward of one line, with sizes that depend on values."""
+    """A forward of some lines, with sizes that depend on values."""
 
-    def __init__(self, line: str) -> None:
+    def __init__(self, lines: Sequence[str]) -> None:
         super().__init__()
-        self.line = line
+        self.lines = lines
         self.linear, self.other = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        return self.other(y.sin()) + eval(self.line, globals() | {"self": self, "x": x, "y": y})
+        return sum((eval(line, globals() | {"self": self, "x": x, "y": y}) for line in self.lines), self.other(y.sin()))
 
 
 LINES = [
@@ -308,13 +250,11 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("line", "recompute"), [*((line, False) for line in LINES), *((line, True) for line in LINES[-2:])]
-)
-def test_sizes_that_depend_on_values(line: str, recompute: bool) -> None:
+@pytest.mark.parametrize(("lines", "recompute"), [(LINES, False), (LINES[-2:], True)])
+def test_sizes_that_depend_on_values(lines: list[str], recompute: bool) -> None:
     """Boolean masks, counts and positions, of none and of all rows too, were refused."""
     torch.manual_seed(0)
-    eager, captured = Sizes(line), Sizes(line)
+    eager, captured = Sizes(lines), Sizes(lines)
     captured.load_state_dict(eager.state_dict())
     capture(captured, (tokens(6),), recompute=recompute)
     for data in (torch.randn(6, HIDDEN), -torch.ones(6, HIDDEN), torch.ones(6, HIDDEN), torch.randn(6, HIDDEN)):
@@ -331,7 +271,7 @@ def test_sizes_that_depend_on_values(line: str, recompute: bool) -> None:
 
 
 def test_what_a_stage_says_of_its_sizes_is_checked_in_each_forward() -> None:
-    stage = capture(Sizes("x.new_ones(at_most((x > 0).sum(), 2)).sum()"), (tokens(6),))
+    stage = capture(Sizes(["x.new_ones(at_most((x > 0).sum(), 2)).sum()"]), (tokens(6),))
     x = -torch.ones(6, HIDDEN)
     stage(x)
     x[:3, 0] = 1

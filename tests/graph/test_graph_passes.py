@@ -1,4 +1,4 @@
-"""Graphs that communicate: a forward and a backward in one."""
+"""Graphs that communicate: a forward and a backward in one, and those of shards, whose collectives are taken out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from tools.against import Received, assert_same_gradients, step
 from tools.graphs import skip_without_tracer
 from tools.ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.fx import Node
 
 from megapipe import StageInfo, parallel_state, stages_for_rank
-from megapipe.graph import capture, multiplex, split_di_dw
+from megapipe.graph import capture, multiplex, partition, split_di_dw, split_fsdp_collectives, trace_joint
 from megapipe.graph.multiplexing import PART
 from megapipe.graph.nodes import is_compute_bound, is_start, is_wait
 from megapipe.overlap import start_all_to_all
@@ -25,7 +28,7 @@ H, SEQUENCE, BATCH = 8, 4, 2
 
 
 class Experts(nn.Module):
-    """Each of two ranks sends half of its tokens to the other's expert, and back."""
+    """Each rank sends as many of its tokens to each one's expert, and back."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -34,7 +37,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.attention(x.flatten(0, 1)).relu()
-        splits = [len(tokens) // 2] * 2
+        size = dist.get_world_size(self.group)
+        splits = [len(tokens) // size] * size
         dispatch = start_all_to_all(tokens, splits, splits, self.group)
         shared = self.shared(tokens)
         y = self.down(F.gelu(self.up(dispatch.wait())))
@@ -101,3 +105,44 @@ def test_each_half_computes_while_the_other_communicates(rank: int) -> None:
 def example(node: Node) -> Tensor:
     value = node.meta["val"]
     return torch.arange(value.numel(), dtype=value.dtype).view(value.shape) / value.numel()
+
+
+@on_ranks(2)
+def test_shards_are_gathered_once_and_reduced_once(rank: int) -> None:
+    """Two replicas of one rank that exchanges tokens with itself: the collectives of the shards are taken out of the
+    graph, those of the experts stay. Two microbatches have the gradients of torch's fully_shard that reduces after the
+    second."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "experts"))
+    replicas, experts = mesh["replicas"].get_group(), mesh["experts"].get_group()
+    torch.manual_seed(0)
+    stage = Experts(experts)
+    names = [name for name, _ in stage.named_parameters()]
+    shards = [p.detach().chunk(2)[replicas.rank()].clone().requires_grad_() for p in stage.parameters()]
+    torch.manual_seed(rank)
+    batches = [torch.randn(SEQUENCE, BATCH, H, requires_grad=True) for _ in range(2)]
+
+    def function(*flat: Tensor) -> tuple[Tensor, ...]:
+        wholes = [all_gather_tensor_autograd(shard, 0, replicas) for shard in flat[:-1]]
+        return (torch.func.functional_call(stage, dict(zip(names, wholes)), flat[-1:]),)
+
+    sharded = split_fsdp_collectives(trace_joint(function, [*shards, batches[0]], "a test"))
+    assert sharded.sharded == sharded.reduced == tuple(range(len(names)))
+    parts = partition(sharded.joint, len(names))
+    with torch.no_grad():
+        wholes = list(sharded.unshard.forward(list(shards)))
+        totals = [torch.zeros_like(whole) for whole in wholes]
+        found = []
+        for x in batches:
+            inputs = [*wholes, x]
+            output, *saved = parts.forward.forward(list(inputs))
+            grads = parts.backward.forward([*(inputs[n] for n in parts.read), *saved, output])
+            totals = [total + grad for total, grad in zip(totals, grads)]
+            found.append(grads[-1])
+        found += sharded.reduce_grad.forward(totals)
+    fully_shard(stage, mesh=mesh["replicas"])
+    for number, x in enumerate(batches):
+        stage.set_requires_gradient_sync(number == 1)
+        output = stage(x)
+        output.backward(output.detach())
+    expected = [x.grad for x in batches] + [2 * p.grad.to_local() for p in stage.parameters()]  # it takes means
+    assert all(map(torch.equal, found, expected))

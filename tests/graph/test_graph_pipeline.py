@@ -1,4 +1,4 @@
-"""Captured stages under the schedules: gradients of a pipeline are those of the whole eager model, bit for bit."""
+"""Captured stages in a pipeline: what rows of tests/cases do not tell."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ from tools.models import (
     run,
     unseeded_step,
 )
-from tools.ranks import on_ranks
 from torch import Tensor, nn
 
-from megapipe import PipelineConfig, PipelineStage, StageInfo, parallel_state, stages_for_rank
+from megapipe import PipelineConfig, PipelineStage, StageInfo, stages_for_rank
 from megapipe.graph import capture
-from megapipe.plan import Costs, Settings, make_plan, offload_activations
 
 skip_without_tracer()
 
-NUM_LAYERS = 4  # one for each stage of a V
+NUM_LAYERS, NUM_MICROBATCHES = 2, 3
 
 
 class LossStage(Stage):
@@ -52,34 +50,19 @@ def captured(info: StageInfo) -> Stage:
     return capture(Stage(info, NUM_LAYERS), (tokens,), input_tensor=received)
 
 
-@on_ranks(2)
-def test_gradients_under_every_kind_of_schedule(rank: int) -> None:
-    """A rank's stages are captured once for all schedules that cut the model alike."""
-    num_microbatches = 4
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    whole, losses = reference(NUM_LAYERS, num_microbatches)
-    for runs in (
-        [("1f1b", "recomputed"), ("zb1p", "kept"), ("zb1p", "moved")],
-        [("zbv", "moved"), ("dualpipev", "recomputed"), ("dualpipev", "kept")],
-    ):
-        chunks = [captured(info) for info in stages_for_rank(runs[0][0])]
-        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        hooked: list[Tensor] = []
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(hooked.append)
-        for schedule, way in runs:
-            chunks[0].config.recompute = "all" if way == "recomputed" else None
-            plan = make_plan(schedule, 2, num_microbatches, settings=Settings(max_pending_weights=1))
-            named = offload_activations(plan, Costs(), 1.0) if way == "moved" else schedule
-            reports = run(named, chunks, num_microbatches, forward_step_func=forward_step)
-            assert_same_gradients(chunks, whole)
-            assert len(hooked) == num_microbatches * len(parameters), "each once for each microbatch"
-            validated = run(named, chunks, num_microbatches, forward_step_func=forward_step, forward_only=True)
-            for one in (reports, validated):
-                assert_same_losses(one, losses, chunks)
-            hooked.clear()
-            for parameter in parameters:
-                parameter.grad = None
+def test_a_loss_within_the_graph() -> None:
+    """In training and in validation. Hooks of parameters are called once for each microbatch."""
+    whole, losses = reference(NUM_LAYERS, NUM_MICROBATCHES)
+    chunks = [captured(info) for info in stages_for_rank("zbv", 0, 1)]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    hooked: list[Tensor] = []
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(hooked.append)
+    for forward_only in (False, True):
+        reports = run("zbv", chunks, NUM_MICROBATCHES, forward_step_func=forward_step, forward_only=forward_only)
+        assert_same_losses(reports, losses, chunks)
+    assert_same_gradients(chunks, whole)
+    assert len(hooked) == NUM_MICROBATCHES * len(parameters)
 
 
 def test_a_captured_pipeline_stage_is_recomputed() -> None:

@@ -117,18 +117,17 @@ def gradients_of_one_process(
 
 
 @against_torch
-@on_ranks()
-@pytest.mark.parametrize(("num_ranks", "names"), [(2, CLASSES), (4, SPLIT)])
-def test_every_class_has_torchs_digits(rank: int, num_ranks: int, names: tuple[str, ...]) -> None:
+@on_ranks(2)
+def test_every_class_has_torchs_digits(rank: int) -> None:
     """Half of them scale gradients."""
 
     def run(name: str, wrap: Wrap, **options: Any) -> Any:
-        pipe, (x, y) = Pipe(name), data(4 * num_ranks)
-        schedule = wrap(pipe.schedule(getattr(theirs, name), 2 * num_ranks, **options))
+        pipe, (x, y) = Pipe(name), data()
+        schedule = wrap(pipe.schedule(getattr(theirs, name), **options))
         assert isinstance(schedule, getattr(theirs, name))
         return [pipe.step(schedule, x, y) for _ in range(2)], pipe.gradients()
 
-    for number, name in enumerate(names):
+    for number, name in enumerate(CLASSES):
         ours, gradients = run(name, adopt, scale_grads=number % 2 == 0)
         expected, torchs = run(name, as_it_is, scale_grads=number % 2 == 0)
         assert_same(ours, expected, name)
@@ -198,7 +197,7 @@ def frozen(name: str, wrap: Wrap) -> Any:
 
 @against_torch
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
 def test_steps_of_all_sorts_have_torchs_digits(rank: int, name: str) -> None:
     for case in (eval_and_train, keywords, specs, tuples, *[frozen] * (name not in SPLIT)):
         same_as_torch(case, name)
@@ -304,10 +303,10 @@ def test_traced_stages(rank: int) -> None:
 
 
 @against_torch
-@on_ranks(4)
+@on_ranks(2)
 def test_dtensors_between_stages(rank: int) -> None:
     """torch asks `get_mesh` for the mesh of what it has received."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
 
     class Spread(Layer):
         def forward(self, x: Tensor, scale: Tensor | None = None, **others: Any) -> Any:
@@ -402,31 +401,24 @@ def gradients_of_sharded(cls: Any, reshard_after_forward: bool | None, mesh: Any
 @on_ranks(4)
 def test_fully_shard_at_its_default(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    for name in ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV"):
-        found, expected = gradients_of_sharded(getattr(torch_pipelining, name), None, mesh, num_steps=2)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    found, expected = gradients_of_sharded(torch_pipelining.ScheduleDualPipeV, None, mesh, num_steps=2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @against_torch
-@on_ranks(4)
+@on_ranks(2)
 def test_adopted_between_steps(rank: int) -> None:
     """torch's step leaves sharded modules told not to reduce their gradients."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     pipe, (x, y) = Pipe("Schedule1F1B", sharded(mesh, None), mesh.get_group("pp")), data()
     schedule = pipe.schedule(theirs.Schedule1F1B)
     gradients = []
-    for batch in (x, x + mesh["dp"].get_local_rank()):
+    for get in (lambda: schedule, lambda: adopt(schedule), lambda: pipe.schedule(theirs.Schedule1F1B)):
         for module in pipe.modules:
             module.zero_grad()
-        pipe.step(schedule, batch, y)
-        gradients.append(pipe.gradients())
-        adopt(schedule)
-    for module in pipe.modules:
-        module.zero_grad()
-    pipe.step(pipe.schedule(theirs.Schedule1F1B), x + mesh["dp"].get_local_rank(), y)
-    expected = [one.full_tensor() for one in pipe.gradients()]  # type: ignore[union-attr]
-    found = [one.full_tensor() for one in gradients[1]]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        pipe.step(get(), x + rank, y)
+        gradients.append([one.full_tensor() for one in pipe.gradients()])  # type: ignore[union-attr]
+    torch.testing.assert_close(gradients[1], gradients[2], rtol=1e-4, atol=1e-6)
 
 
 WRONG = {(2, 13), (2, 15)}

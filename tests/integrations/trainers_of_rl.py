@@ -11,67 +11,31 @@ questions for CUDA, and of verl the parts of its engine that it leaves to subcla
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
-import json
 import logging
 import os
-import socket
 import sys
-import tempfile
-import traceback
-import types
 import typing
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 import typing_extensions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tools.absent import Absent
 from tools.megatron_models import VOCABULARY, batches, forward_step, megatron, provider
 
 from megapipe.integrations.megatron import build_model_chunks, install, uninstall
+from megapipe.proving.local_ranks import on_local_ranks
 
-PATIENCE = timedelta(seconds=300)
-ABSENT = ("datasets", "pandas", "skyrl_gym")
-"""What the trainers import and do not use here."""
+PATIENCE = 300.0
 
 Result = dict[str, Any]
-
-
-class Anything(types.ModuleType):
-    """A module of which everything can be imported."""
-
-    __version__ = "3.0.0"
-    __path__: typing.ClassVar[list[str]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {}) if name[:1].isupper() else Anything(name)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return args[0] if args and callable(args[0]) else self  # as a decorator
-
-
-class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, *others: Any) -> Any:
-        is_absent = name.split(".")[0] in ABSENT
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_absent else None
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return Anything(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
 
 
 def gradients(chunks: list[Any]) -> dict[str, float]:
@@ -185,41 +149,17 @@ CASES: list[tuple[Callable[..., Result], str, str | None, int | None]] = [
 """The trainer, Megatron's schedule, ours (None for the same), virtual stages."""
 
 
-def on_rank(
-    rank: int, port: int, case: Callable[..., Result], theirs: str, ours: Any, vp_size: Any, path: Path
-) -> None:
-    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE="2", MASTER_PORT=f"{port}")
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", timeout=PATIENCE)
+def run(case: Callable[..., Result], theirs: str, ours: str | None, vp_size: int | None) -> list[tuple[Result, Result]]:
+    """Our results and Megatron's, by rank, each a fork of this process, which has imported torch."""
+
+    def on_rank() -> tuple[Result, Result]:
+        os.environ.update(RANK=f"{dist.get_rank()}", LOCAL_RANK=f"{dist.get_rank()}", WORLD_SIZE="2")
         install(ours)
         own = case(ours or theirs, vp_size)
         uninstall()
-        (path / f"{rank}.json").write_text(json.dumps([own, case(theirs, vp_size)]))
-        dist.barrier()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
+        return own, case(theirs, vp_size)
 
-
-def run(case: Callable[..., Result], theirs: str, ours: str | None, vp_size: int | None) -> list[tuple[Result, Result]]:
-    """Our results and Megatron's, by rank, each a fork of this process, which has imported torch."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        given = (port, case, theirs, ours, vp_size, Path(folder))
-        ranks = [processes.get_context("fork").Process(target=on_rank, args=(rank, *given)) for rank in range(2)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            raise SystemExit(f"{case.__name__} {theirs} {ours} failed")
-        return [tuple(json.loads(Path(folder, f"{rank}.json").read_text())) for rank in range(2)]
+    return on_local_ranks(2, on_rank, PATIENCE)
 
 
 def is_same(results: list[tuple[Result, Result]]) -> bool:
@@ -231,7 +171,7 @@ def is_same(results: list[tuple[Result, Result]]) -> bool:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    sys.meta_path.append(AbsentPackages())
+    Absent("datasets", "pandas", "skyrl_gym")
     typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]  # which pydantic wants before 3.12
     differ = 0
     for case, theirs, ours, vp_size in CASES:

@@ -10,17 +10,13 @@ GPUs, the data, and what a newer torch has.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
-import socket
 import sys
 import tempfile
-import traceback
 import types
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +25,29 @@ import torch._functorch.partitioners  # before triton is replaced
 import torch._inductor.compile_fx
 import torch.distributed as dist
 import torch.distributed.pipelining.schedules as theirs
-import torch.multiprocessing as processes
 import torch.nn.functional as F
 import torch.utils._triton as triton_of_torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.absent import Absent
+
 from megapipe import weight_grad
 from megapipe.integrations.torch_pipelining import adopt
+from megapipe.proving.local_ranks import on_local_ranks
 
 NUM_STEPS = 3
-PATIENCE = timedelta(seconds=300)
-ABSENT = (
-    "triton",
-    "triton.language",
-    "triton.language.extra",
-    "triton.runtime",
-    "datasets",
-    "datasets.distributed",
-    "wandb",
-    "torch.utils.tensorboard",
-)
-"""What the trainers import and do not use here."""
+PATIENCE = 300.0
 
 Result = tuple[list[float], list[float]]
 """The loss of each step, and the sum of each stage's parameters behind the last one."""
-
-
-class Anything(types.ModuleType):
-    """A module of which everything can be imported."""
-
-    __version__ = "3.0.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything(name)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return args[0] if args and callable(args[0]) else self  # as a decorator
 
 
 def prepare() -> None:
     """What it takes without a GPU, and with a torch that is older than the one that torchtitan is made for."""
     for is_there in (triton_of_torch.has_triton_package, triton_of_torch.has_triton):
         is_there()  # asked once
-    sys.modules.update({name: Anything(name) for name in ABSENT})
+    Absent("triton", "datasets", "wandb", "torch.utils.tensorboard")
     torch.compile = lambda function=None, **_: function or (lambda other: other)  # type: ignore[assignment]
 
 
@@ -275,36 +250,14 @@ def sum_of_parameters(module: torch.nn.Module) -> float:
     return sum(float(one.double().sum()) for one in parameters)
 
 
-def on_rank(rank: int, size: int, port: int, case: Callable[..., Result], args: Any, path: Path) -> None:
-    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", MASTER_PORT=f"{port}")
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", timeout=PATIENCE)
-        (path / f"{rank}.json").write_text(json.dumps(case(*args)))
-        dist.barrier()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
-
-
 def run(case: Callable[..., Result], size: int, args: tuple[Any, ...]) -> list[Result]:
     """The results by rank, each a fork of this process, which has imported torch."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        given = (size, port, case, args, Path(folder))
-        ranks = [processes.get_context("fork").Process(target=on_rank, args=(rank, *given)) for rank in range(size)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            raise SystemExit(f"{case.__name__} {args} failed")
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
+
+    def on_rank() -> Result:
+        os.environ.update(RANK=f"{dist.get_rank()}", LOCAL_RANK=f"{dist.get_rank()}", WORLD_SIZE=f"{size}")
+        return case(*args)
+
+    return on_local_ranks(size, on_rank, PATIENCE)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
+from tools.ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 
@@ -49,17 +49,13 @@ def cut(num_slices: int, **settings: Any) -> dict[str, Any]:
     return {"config": config, "options": {"seq_length": toy.LENGTH, "micro_batch_size": 2}, "schedule": "seq1f1b"}
 
 
-def test_means_over_all_tokens() -> None:
-    proof = prove(6, num_replicas=2)
-    assert proof, proof
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_sequences_in_slices(per_token: bool) -> None:
+@on_ranks(2)
+def test_sequences_in_slices(rank: int) -> None:
     """Microbatches count alike, or tokens. Forwards are given in segments, which the whole model took for outputs."""
-    proof = prove(3, **cut(3, calculate_per_token_loss=per_token))
-    assert proof, proof
-    assert proof.same["loss"] == (6, 6)
+    for per_token in (False, True):
+        proof = prove(3, **cut(3, calculate_per_token_loss=per_token))
+        assert proof, proof
+        assert proof.same["loss"] == (6, 6)
 
 
 def trained_by(finish: Callable[..., None] | None) -> Callable[..., Any]:
@@ -87,23 +83,24 @@ def divided_alone(models: list[nn.Module], num_tokens: Tensor | None) -> None:
         all_reduce(parameter.grad, group=replicas)
 
 
-def test_gradients_that_are_not_divided_by_tokens() -> None:
-    number = sum(int((labels >= 0).sum()) for _, labels in data_of(5))
-    (text,) = prove(train_step=trained_by(None)).mistakes
-    assert text.startswith(f"gradients are {number} times too large, by the number of tokens: losses are sums over")
-
-
 def of_each_microbatch(data: Iterator[Any], chunk: Any) -> tuple[Any, Any]:
     return sums_over_tokens(data, chunk, lambda count, chunk: 1 / count if getattr(chunk, "info", None) else 1.0)
 
 
-def test_means_of_each_microbatch() -> None:
-    """What gradient accumulation did in many trainers (transformers#34191): short microbatches counted as much."""
+@on_ranks(2)
+def test_gradients_that_are_not_divided_by_tokens(rank: int) -> None:
+    number = sum(int((labels >= 0).sum()) for _, labels in data_of(5))
+    (text,) = prove(train_step=trained_by(None)).mistakes
+    assert text.startswith(f"gradients are {number} times too large, by the number of tokens: losses are sums over")
+    # What gradient accumulation did in many trainers (transformers#34191): short microbatches counted as much.
     (text,) = prove(forward_step=of_each_microbatch).mistakes
     assert text.startswith("gradients are divided by the tokens of each microbatch by itself, so that tokens of one")
 
 
-def test_means_of_each_replica() -> None:
+@on_ranks(4)
+def test_means_over_all_tokens(rank: int) -> None:
+    proof = prove(6, num_replicas=2)
+    assert proof, proof
     (text,) = prove(6, num_replicas=2, train_step=trained_by(divided_alone)).mistakes
     assert text.startswith("gradients are divided by the tokens of each replica by itself")
 
@@ -115,33 +112,32 @@ class Forgetful(nn.Module):
         return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
-def changed(change: Callable[[nn.ModuleDict, str], None]) -> Callable[[StageInfo], nn.Module]:
+def with_layers(change: Callable[[Any], None]) -> Callable[[StageInfo], nn.Module]:
     def make_stage(info: StageInfo) -> nn.Module:
         net = toy.Layers(info, 5)
-        for name in [*net.layers]:
-            change(net.layers, name)
+        for layer in net.layers.values():
+            change(layer)
         return net
 
     return make_stage
 
 
-def test_a_layer_that_forgets_earlier_slices() -> None:
-    """The pipeline computes what one process does by the same slices, so only whole sequences show it."""
+@on_ranks(2)
+def test_mistakes_with_slices(rank: int) -> None:
+    """Of a layer that forgets earlier slices, the pipeline computes what one process does by the same slices, so only
+    whole sequences show it."""
 
-    def forget(layers: nn.ModuleDict, name: str) -> None:
-        layers[name] = nn.Sequential(layers[name], Forgetful())
+    def forget(layer: Any) -> None:
+        layer.down = nn.Sequential(layer.down, Forgetful())
 
-    proof = prove(3, make_stage=changed(forget), **cut(2))
+    def drop(layer: Any) -> None:
+        layer.down = nn.Sequential(layer.down, nn.Dropout(0.5))
+
+    proof = prove(3, make_stage=with_layers(forget), **cut(2))
     assert not proof.differences
     assert proof.mistakes[0].startswith("slices: gradients of microbatch 0 are off by ")
     assert "a layer looks back, and does not get what earlier slices have" in proof.mistakes[0]
-
-
-def test_dropout_by_slices() -> None:
-    def drop(layers: nn.ModuleDict, name: str) -> None:
-        layers[name].down = nn.Sequential(layers[name].down, nn.Dropout(0.5))
-
-    text = " ".join(prove(3, make_stage=changed(drop), **cut(2)).mistakes)
+    text = " ".join(prove(3, make_stage=with_layers(drop), **cut(2)).mistakes)
     assert "dropout, or other random numbers: layers." in text
 
 
