@@ -101,7 +101,7 @@ PUT_BACK = [
     ),
     (
         "Tied embeddings of Megatron's chunks in a V counted the first call's sum twice where calls add up.",
-        "tests/integrations/test_megatron.py",
+        "tests/cases/test_rows.py",
         "megapipe/integrations/megatron/ties.py",
         "in _copies(step)[1:]:",
         "in _copies(step)[:0]:",
