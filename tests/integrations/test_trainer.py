@@ -22,8 +22,9 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "metrics, and generating in a callback": (
         2, "1f1b", {"predicts": True, "writes": True, "keywords": {"compute_metrics": trainers.accuracy}},
     ),
-    "own compute_loss": (2, "1f1b", {"has_own_loss": True}),
-    "label smoothing in bf16": (2, "1f1b", {"label_smoothing_factor": 0.1, "bf16": True}),
+    "own compute_loss, and label smoothing in bf16": (
+        2, "1f1b", {"has_own_loss": True, "label_smoothing_factor": 0.1, "bf16": True},
+    ),
     "compute_loss_func, and norms that are not clipped": (
         2, "zbv", {"predicts": True, "max_grad_norm": 0.0, "keywords": {
             "compute_loss_func": trainers.loss_func, "compute_metrics": trainers.accuracy,
