@@ -227,17 +227,6 @@ def test_dropout_is_drawn_again_as_it_was() -> None:
         assert_equal_within(run_with(use), plainly, 1e-12)
 
 
-def test_forwards_alone_keep_no_graph() -> None:
-    layers, x = make_layers(CASES["causal"]), make_input()
-    state = CarriedState(needs_grad=False)
-    losses = []
-    with torch.no_grad():
-        for this in make_slices([9, 8, 7]):
-            with state.forward(this):
-                losses.append(step(layers, x))
-    assert_equal_within([torch.stack(losses).sum()], whole_gradients(CASES["causal"])[:1], 1e-12)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
