@@ -119,7 +119,7 @@ def test_updates_of_megatrons_chunks(rank: int) -> None:
     pytest.importorskip("megatron")
     make = megatron_models.provider(megatron_models.megatron(1))
     model, reference = make().eval(), make().eval()
-    trainer = OfMegatron(settings(schedule="zbv"))
+    trainer = OfMegatron(settings(schedule="interleaved_1f1b"))
     compare_updates(trainer, model, reference)
     for chunk in trainer.policy:
         for name, parameter in chunk.named_parameters():
