@@ -23,7 +23,7 @@ import transformers
 from tools import hf_models
 
 import megapipe
-from megapipe.integrations.transformers import CannotCutError, build_chunks, count_items, load_weights, save_pretrained
+from megapipe.integrations.transformers import build_chunks, count_items, load_weights, save_pretrained
 from megapipe.safetensors_files import Entry, SafetensorsFile
 
 
@@ -201,12 +201,6 @@ def test_a_model_without_a_head(rank: int, tmp_path: Path) -> None:
         load_weights(build_chunks(tmp_path / "llama", "1f1b", seed=None), tmp_path / "llama")
 
 
-def test_quantised_weights_are_refused() -> None:
-    config = hf_models.make_config("llama", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    with pytest.raises(CannotCutError, match=r"its weights are quantised \(bitsandbytes\)\. Save it with model\.deq"):
-        build_chunks(config, "no_pipelining")
-
-
 CODE = """
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -269,8 +263,3 @@ def test_layers_get_their_memory_one_by_one(rank: int, tmp_path: Path) -> None:
     load_weights(chunks, tmp_path, after_layer=after_layer)
     assert seen == [layer for chunk in chunks for layer in chunk.own_layers]
     hf_models.compare("zbv", chunks, model, count_items(hf_models.batches(2)))
-
-
-def test_new_weights_need_memory() -> None:
-    with pytest.raises(ValueError, match="device='meta' has no memory for new weights"):
-        build_chunks(hf_models.make_config("llama"), "zbv", device="meta")

@@ -197,6 +197,10 @@ def test_a_loss_that_counts_nothing_is_not_given_a_number_of_items(kind: str, mo
         (lambda: transformers.T5Config(num_layers=2), "encoder"),
         (lambda: transformers.ViTConfig(), "is no decoder with a head"),
         (lambda: hf_kinds.make_config("opt", layerdrop=0.5), "leaves out layers at random: set layerdrop=0"),
+        (
+            lambda: hf_models.make_config("llama", quantization_config={"quant_method": "bitsandbytes"}),
+            r"its weights are quantised \(bitsandbytes\)\. Save it with model\.deq",
+        ),
         *[  # a reward or value model was built as a model of language, and the weights of its head dropped
             (
                 lambda head=head: hf_models.make_config("llama", architectures=[head]),
@@ -209,6 +213,11 @@ def test_a_loss_that_counts_nothing_is_not_given_a_number_of_items(kind: str, mo
 def test_what_cannot_be_cut_is_refused(config: Any, why: str) -> None:
     with pytest.raises(CannotCutError, match=why):
         build_chunks(config(), megapipe.get_forward_backward_func("no_pipelining"))
+
+
+def test_new_weights_need_memory() -> None:
+    with pytest.raises(ValueError, match="device='meta' has no memory for new weights"):
+        build_chunks(hf_models.make_config("llama"), "zbv", device="meta")
 
 
 def test_a_config_is_the_pipelines_and_the_models() -> None:

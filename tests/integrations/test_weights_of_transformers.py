@@ -61,12 +61,6 @@ def test_no_more_memory_than_a_bucket_and_a_tensor(rank: int) -> None:
     assert memory_of("cpu", read).peak < bucket + largest + 2**15  # and what ranks tell each other
 
 
-def stop(chunks: Any) -> None:
-    for number, _ in enumerate(named_weights(chunks, bucket_size=SMALL)):
-        if number == 5:
-            break
-
-
 def fail(chunks: Any) -> None:
     with suppress(KeyError):  # as a trainer that goes on, or an actor that tells its driver
         for number, (name, _) in enumerate(named_weights(chunks, bucket_size=SMALL)):
@@ -92,7 +86,6 @@ def read_until(rank: int, end: Any) -> int:
 @pytest.mark.parametrize(
     ("end", "sentence"),
     [
-        (stop, "rank 1 stopped reading weights behind 6 of 39"),
         (fail, "rank 1 stopped reading weights behind 6 of 39"),
         (die, "in the sending of weights"),
     ],
