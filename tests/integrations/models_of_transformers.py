@@ -26,7 +26,6 @@ from megapipe import PipelinedOptimizer, parallel_state
 from megapipe.graph import capture
 from megapipe.integrations.transformers import build_chunks, count_items, load_weights, save_pretrained, tie_weights
 from megapipe.safetensors_files import SafetensorsFile
-from megapipe.weight_grad import convert
 
 ARRANGED = [("1f1b", 4), ("interleaved_1f1b", 2), ("zbv", 2), ("dualpipev", 2)]
 
@@ -68,17 +67,6 @@ def test_tokens_of_other_kinds(rank: int, kind: str, changes: dict[str, Any], tm
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(hf_kinds.make_config(kind, **changes))
     hf_generation.check(model, "1f1b", tmp_path)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3"])
-@on_ranks(2)
-def test_activations_computed_again(rank: int, name: str, tmp_path: Path) -> None:
-    model, chunks = hf_models.load_both(name, tmp_path, "zbv")
-    for one in (model, *chunks):
-        one.gradient_checkpointing_enable()
-        convert(one)
-    hf_models.compare("zbv", chunks, model, count_items(hf_models.batches(4)))
-    assert all(layer.gradient_checkpointing for chunk in chunks for layer in chunk.own_layers)
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), ARRANGED)

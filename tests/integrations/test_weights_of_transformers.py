@@ -84,11 +84,7 @@ def read_until(rank: int, end: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("end", "sentence"),
-    [
-        (fail, "rank 1 stopped reading weights behind 6 of 39"),
-        (die, "in the sending of weights"),
-    ],
+    ("end", "sentence"), [(fail, "rank 1 stopped reading weights behind 6 of 39"), (die, "in the sending of weights")]
 )
 def test_a_reader_that_ends_ends_it_for_all(ranks: RankPool, end: Any, sentence: str) -> None:
     """The others would wait for it in their next exchange."""
