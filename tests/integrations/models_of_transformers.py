@@ -23,11 +23,9 @@ from tools import hf_generation, hf_kinds, hf_models
 
 from benchmarks.memory import memory_of
 from megapipe import PipelinedOptimizer, parallel_state
-from megapipe.checkpoint import Checkpointer
 from megapipe.graph import capture
 from megapipe.integrations.transformers import build_chunks, count_items, load_weights, save_pretrained, tie_weights
 from megapipe.safetensors_files import SafetensorsFile
-from megapipe.weight_grad import convert
 
 ARRANGED = [("1f1b", 4), ("interleaved_1f1b", 2), ("zbv", 2), ("dualpipev", 2)]
 
@@ -35,29 +33,14 @@ ARRANGED = [("1f1b", 4), ("interleaved_1f1b", 2), ("zbv", 2), ("dualpipev", 2)]
 @pytest.mark.parametrize(("schedule", "num_ranks"), ARRANGED)
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 @on_ranks()
-def test_losses_and_gradients(rank: int, num_ranks: int, name: str, schedule: str, tmp_path: Path) -> None:
-    hf_models.check(name, schedule, tmp_path, deferred="zb" in schedule or "dual" in schedule)
-
-
-@pytest.mark.parametrize("max_file_size", [10**9, 10**4], ids=["one file", "many"])
-@pytest.mark.parametrize("name", hf_models.CONFIGS)
-@on_ranks(2)
-def test_what_is_saved_is_loaded_by_transformers_bit_for_bit(
-    rank: int, name: str, max_file_size: int, tmp_path: Path
-) -> None:
-    model = hf_models.make_model(name).to(torch.bfloat16 if name == "llama3" else torch.float32)
-    hf_models.save_on_first(model, tmp_path / "given")
-    chunks = hf_models.load_chunks(tmp_path / "given", "zbv")
-    save_pretrained(chunks, tmp_path / "saved", max_file_size)
-    loaded, model = (
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / which) for which in ("saved", "given")
-    )
-    hf_models.assert_same_weights(loaded, model)
-    tokens = hf_models.batches(1)[0]["input_ids"]
-    with torch.no_grad():
-        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-    assert hf_models.files_of(tmp_path / "saved") == hf_models.files_of(tmp_path / "given") or max_file_size < 10**9
-    dist.barrier()
+def test_losses_gradients_and_files(rank: int, num_ranks: int, name: str, schedule: str, tmp_path: Path) -> None:
+    given, deferred = tmp_path / "given", "zb" in schedule or "dual" in schedule
+    chunks = hf_models.check(name, schedule, given, deferred=deferred)
+    for max_file_size in [10**9, 10**4] if schedule == "zbv" else []:
+        saved = tmp_path / str(max_file_size)
+        hf_models.assert_saved(chunks, hf_models.make_model(name), saved, max_file_size=max_file_size)
+        dist.barrier()
+        assert hf_models.files_of(saved) == hf_models.files_of(given) or max_file_size < 10**9
 
 
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
@@ -84,17 +67,6 @@ def test_tokens_of_other_kinds(rank: int, kind: str, changes: dict[str, Any], tm
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(hf_kinds.make_config(kind, **changes))
     hf_generation.check(model, "1f1b", tmp_path)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3"])
-@on_ranks(2)
-def test_activations_computed_again(rank: int, name: str, tmp_path: Path) -> None:
-    model, chunks = hf_models.load_both(name, tmp_path, "zbv")
-    for one in (model, *chunks):
-        one.gradient_checkpointing_enable()
-        convert(one)
-    hf_models.compare("zbv", chunks, model, count_items(hf_models.batches(4)))
-    assert all(layer.gradient_checkpointing for chunk in chunks for layer in chunk.own_layers)
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), ARRANGED)
@@ -278,37 +250,6 @@ def test_a_rank_never_holds_more_than_its_own_layers(rank: int, tmp_path: Path) 
     assert peak < size.item() / 3
 
 
-@pytest.mark.parametrize("name", hf_models.CONFIGS)
-@on_ranks(2)
-def test_steps_with_a_change_of_schedule_are_those_of_the_whole_model(rank: int, name: str, tmp_path: Path) -> None:
-    model = hf_models.make_model(name)
-    hf_models.save_on_first(model, tmp_path / "given")
-    whole_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    chunks: list[Any] = []
-    for step in range(4):
-        if step in (0, 2):
-            schedule = "zbv" if step == 0 else "1f1b"
-            chunks = hf_models.load_chunks(tmp_path / "given", schedule)
-            optimizer = PipelinedOptimizer(chunks, lambda groups: torch.optim.AdamW(groups, lr=1e-3))
-            checkpointer = Checkpointer(tmp_path / "checkpoints", chunks, optimizer)
-            checkpointer.load(may_be_empty=True)
-        microbatches = count_items(hf_models.batches(4, seed=step))
-        expected = hf_models.reference(model, microbatches)
-        reports = hf_models.run(schedule, chunks, microbatches)
-        if not model.config.tie_word_embeddings:
-            hf_models.assert_same_losses(reports, expected, chunks)
-        elif reports:  # two parts of a gradient are added up in another order
-            losses = [report["loss"] for report in reports]
-            torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-        for one in (whole_optimizer, optimizer):
-            one.step()
-            one.zero_grad()
-        if step == 1:
-            checkpointer.save(2)
-    if not model.config.tie_word_embeddings:
-        hf_models.assert_saved(chunks, model, tmp_path / "saved")
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @on_ranks(4)
 def test_sharded_layers(rank: int, name: str, tmp_path: Path) -> None:
@@ -337,32 +278,23 @@ def test_sharded_layers(rank: int, name: str, tmp_path: Path) -> None:
         save_pretrained(chunks, tmp_path / "saved")
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", hf_models.CONFIGS)
 @on_ranks(2)
-def test_weights_in_bfloat16(rank: int, name: str, tmp_path: Path) -> None:
+def test_in_16_bits_with_masked_padding(rank: int, name: str, autocast: bool, tmp_path: Path) -> None:
+    """Weights are in bfloat16, or products by autocast."""
     hf_models.save_on_first(hf_models.make_model(name), tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).train()
-    chunks = hf_models.load_chunks(tmp_path, "zbv", dtype=torch.bfloat16)
-    for chunk in chunks:
-        convert(chunk)
-    microbatches = count_items(hf_models.batches(4))
-    expected = hf_models.reference(model, microbatches)
-    hf_models.assert_same_losses(hf_models.run("zbv", chunks, microbatches), expected, chunks)
-    if not model.config.tie_word_embeddings:
-        hf_models.assert_same_gradients(chunks, model)
-
-
-@pytest.mark.parametrize("name", hf_models.CONFIGS)
-@on_ranks(2)
-def test_masked_padding_and_autocast(rank: int, name: str, tmp_path: Path) -> None:
-    model, chunks = hf_models.load_both(name, tmp_path, "1f1b", enable_autocast=True, autocast_dtype=torch.bfloat16)
+    dtype, schedule = (torch.float32, "1f1b") if autocast else (torch.bfloat16, "zbv")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).train()
+    options = {"enable_autocast": True, "autocast_dtype": torch.bfloat16} if autocast else {}
+    chunks = hf_models.load_chunks(tmp_path, schedule, dtype=dtype, **options)
     microbatches = hf_models.batches(4)
     for number, batch in enumerate(microbatches):
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][0, hf_models.SEQUENCE - number :] = 0
         batch["labels"] = torch.where(batch["attention_mask"] == 1, batch["labels"], -100)
     microbatches = count_items(microbatches)
-    expected = hf_models.reference(model, microbatches, autocast=True)
-    hf_models.assert_same_losses(hf_models.run("1f1b", chunks, microbatches), expected, chunks)
+    expected = hf_models.reference(model, microbatches, autocast)
+    hf_models.assert_same_losses(hf_models.run(schedule, chunks, microbatches), expected, chunks)
     if not model.config.tie_word_embeddings:
         hf_models.assert_same_gradients(chunks, model)

@@ -19,10 +19,9 @@ from megapipe import parallel_state
 from megapipe.integrations.transformers import build_chunks, generate
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("gemma2", "zbv"), ("mixtral", "1f1b")])
 @on_ranks(2)
-def test_tokens_are_those_of_transformers(rank: int, name: str, schedule: str, tmp_path: Path) -> None:
-    hf_generation.check(hf_models.make_model(name, initializer_range=0.3), schedule, tmp_path)
+def test_tokens_are_those_of_transformers(rank: int, tmp_path: Path) -> None:
+    hf_generation.check(hf_models.make_model("gemma2", initializer_range=0.3), "zbv", tmp_path)
 
 
 @on_ranks(2)

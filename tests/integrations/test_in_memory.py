@@ -20,6 +20,8 @@ from megapipe.integrations.transformers import build_chunks, count_items
 @pytest.mark.parametrize(("name", "schedule"), [("mixtral", "zbv"), ("gemma2", "1f1b")])
 @on_ranks(2)
 def test_a_model_in_memory_is_cut(rank: int, name: str, schedule: str) -> None:
+    """And a function of the user's own is called besides what sums the gradients of a tied weight. It took the place of
+    that, and copies grew apart without a word."""
     hf_models.initialise(2)
     model = hf_models.make_model(name, attn_implementation="eager")
     model.get_input_embeddings().weight.requires_grad_(name == "gemma2")
@@ -32,7 +34,10 @@ def test_a_model_in_memory_is_cut(rank: int, name: str, schedule: str) -> None:
         for own, parameter in chunk.named_parameters(remove_duplicate=False):
             assert torch.equal(parameter, whole[own])
             assert parameter.requires_grad == whole[own].requires_grad
+    called: list[int] = []
+    chunks[0].config.finalize_model_grads_func = lambda *_: called.append(rank)  # also where weights are tied
     hf_models.compare(schedule, chunks, model, count_items(hf_models.batches(2)))
+    assert called == [rank]
 
 
 def test_a_class_that_its_config_does_not_make_is_refused() -> None:

@@ -76,7 +76,7 @@ def check(
 
 @pytest.mark.parametrize(
     ("num_ranks", "name", "schedule", "num_chunks"),
-    [(1, "encoder-decoder", "no_pipelining", 4), (2, "unet", "zbv", None), (2, "gpt", "interleaved_1f1b", 4)],
+    [(1, "encoder-decoder", "interleaved_1f1b", 4), (2, "unet", "zbv", None)],
 )
 @on_ranks()
 def test_gradients_are_those_of_the_whole_module(
@@ -87,15 +87,6 @@ def test_gradients_are_those_of_the_whole_module(
     chunks = check(model, batches, schedule, tied=("shared.weight",), num_chunks=num_chunks)
     assert all(any(True for _ in chunk.parameters()) for chunk in chunks)
     assert {name for chunk in chunks for name in chunk.state_dict()} <= model.state_dict().keys()
-
-
-def test_points_and_tied_weights() -> None:
-    _, batches = make("gpt")
-    model = plain_models.GPT(is_tied=True)
-    first, last = check(model, batches, "zbv", tied=("tokens.weight", "head.weight"), points=["blocks.1"])
-    wanted = [name for name in model.state_dict() if name.startswith(("tokens", "positions", "blocks.0"))]
-    assert {*wanted} == {*first.state_dict()}
-    assert "head.weight" in last.state_dict()
 
 
 @on_ranks(2)
@@ -166,6 +157,17 @@ def through(net: Net, x: Tensor) -> Tensor:
     return x
 
 
+def test_points_and_tied_weights() -> None:
+    model = Net(lambda net, tokens: net.out(through(net, net.emb(tokens))))
+    model.out = nn.Linear(D, 16, bias=False)
+    model.out.weight = model.emb.weight
+    batches = [TOKENS() for _ in range(4)]
+    first, last = check(model, batches, "zbv", tied=("emb.weight", "out.weight"), points=["layers.1"])
+    assert first.state_dict().keys() >= {"emb.weight", "layers.0.l.weight"}
+    assert not any(name.startswith(("out", "layers.1", "layers.2")) for name in first.state_dict())
+    assert "out.weight" in last.state_dict()
+
+
 def reads_a_weight_again(net: Net, tokens: Tensor) -> Tensor:
     return F.linear(through(net, net.emb(tokens)), net.emb.weight)
 
@@ -176,61 +178,54 @@ X, TOKENS = (lambda: (torch.randn(3, 5, D),)), (lambda: (torch.randint(16, (3, 5
 BLOCK = "made[-1] + own(MLP)(made[-1])"
 SUM = 'torch._foreach_add_(other["sum"], [made[-1]]); z = made[-1]'
 ROWS: dict[str, tuple[str, ...]] = {
-    "a unit returns what it was given": (BLOCK, "F.dropout(made[-1], 0.0, False)", "own(MLP)(made[-1]) + made[-2]"),
-    "an input is written to": ("made[0].mul_(2.0)", f"{BLOCK} + made[0]", f"{BLOCK} + made[0]"),
-    "noise between units": ("torch.randn_like(made[0])", "made[0] + made[-1]", BLOCK, BLOCK, "made[-1] - made[1]"),
-    "an operation writes to a list": ('other["sum"] = [made[0] * 0]', BLOCK, SUM, BLOCK, SUM, 'other["sum"][0] * 1.0'),
-    "a part is written, and a buffer is set anew": (
+    "what is given back, kept or drawn between layers": (
+        "torch.randn_like(made[0])",
+        "made[0] + made[-1]",
+        BLOCK,
+        "self.last = made[-1].pow(2).mean()",
+        "F.dropout(made[-2], 0.0, False)",
+        BLOCK,
+        "made[-1] + self.last - made[1]",
+    ),
+    "an input and a list that are written to": (
+        'made[0].mul_(2.0); other["sum"] = [made[0] * 0]',
+        BLOCK,
+        SUM,
+        f"{BLOCK} + made[0]",
+        SUM,
+        'other["sum"][0] + made[0]',
+    ),
+    # Nothing of an export is left in the module: a lazy cache was, as a fake tensor; what a forward writes to had been
+    # written to, so that counts of batches began at 1.
+    "parts, buffers and caches that are written to": (
+        'vars(self).setdefault("table", torch.arange(D) / D); z = made[-1] * self.table',
+        'z = torch.zeros(T, D); z[:, ::2] = 1; other["first"] = z.clone(); z[:, 1::2] = 2',
+        "made[1] + made[-1]",
         BLOCK,
         "z = own(MLP)(made[-1]).clone(); z[:, 0] = made[-1][:, 1]",
-        "self.mean = 0.9 * self.mean + made[0].detach().mean((0, 1)); z = made[-1] * 1.0",
-        BLOCK,
+        "self.mean = 0.9 * self.mean + made[0].detach().mean((0, 1)); self.plain.add_(1); z = made[-1] * self.plain",
+        'own(nn.BatchNorm1d, T)(made[-1]) + other["first"]',
     ),
-    "regions without gradients or with autocast": (
+    "regions without gradients or with autocast, and checkpoints": (
         "with torch.no_grad(): z = own(MLP)(made[0]).abs().mean()",
         'with torch.autocast("cpu", torch.bfloat16): z = own(MLP)(made[0])',
         "made[-1].float() / made[-2]",
-        BLOCK,
-    ),
-    "tensors in attributes": (BLOCK, "self.last = made[-1].pow(2).mean()", BLOCK, BLOCK, "made[-1] + self.last"),
-    "checkpoints": (
-        "checkpoint(own(MLP), made[-1], use_reentrant=False)",
         "checkpoint(lambda x, m: checkpoint(m, x, use_reentrant=False), made[-1], own(MLP), use_reentrant=False)",
         BLOCK,
     ),
-    "a table filled in two steps": (
-        'z = torch.zeros(T, D); z[:, ::2] = 1; other["first"] = z.clone(); z[:, 1::2] = 2',
-        "made[0] + made[-1]",
-        BLOCK,
-        BLOCK,
-        'made[-1] + other["first"]',
-    ),
-    "a weight in a list": (
-        BLOCK,
-        'vars(self).setdefault("cache", [own(Scale, D, D).weight]); z = made[-1] @ self.cache[0]',
-        BLOCK,
-    ),
-    "weights read again": (
+    "weights in a list, and read again": (
         "torch.tanh(own(nn.Linear, D, D)(made[-1]))",
-        *["torch.tanh(linear(self)(made[-1]))"] * 3,
+        'vars(self).setdefault("cache", [own(Scale, D, D).weight]); z = made[-1] @ self.cache[0]',
+        *["torch.tanh(linear(self)(made[-1]))"] * 2,
         "F.linear(made[-1], linear(self).weight)",
         "made[-1] + F.linear(made[-1], self.head.bias)[..., None]",
-    ),
-    "torch's encoder": (BLOCK, "own(Encoder)(made[-1])"),
-    # Nothing of an export is left in the module: a lazy cache was, as a fake tensor; what a forward writes to had been
-    # written to, so that counts of batches began at 1.
-    "a lazy cache and writes": (
-        'vars(self).setdefault("table", torch.arange(D) / D); z = made[-1] * self.table',
-        BLOCK,
-        "self.plain.add_(1); z = made[-1] * self.plain",
-        "own(nn.BatchNorm1d, T)(made[-1])",
     ),
 }
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_rows(row: str) -> None:
-    """The home-made runner of units did these wrongly without a word, or crashed."""
+    """These were done wrongly without a word, or crashed."""
     judged = judge(Forward("split zbv", ROWS[row]))
     assert judged == "right" or (not EXPORTS_MORE and "was assigned during export" in judged)
 
@@ -269,12 +264,12 @@ def test_a_shared_weight_that_is_unfrozen_later() -> None:
 def test_layers_that_are_sharded(rank: int) -> None:
     """They are never called, so nothing waited for their parameters: an error of mixed tensors."""
     use_groups()
-    model, batches = make("gpt")
+    model, batches = Net(reads_a_weight_again), [TOKENS() for _ in range(4)]
     expected = [loss_of(model(*batch)) for batch in batches]
     torch.stack(expected).mean().backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     (chunk,) = split(model, batches[0], "1f1b")
-    for one in (chunk.module.blocks.get_submodule("1"), chunk):
+    for one in (chunk.module.layers.get_submodule("1"), chunk):
         fully_shard(one, mesh=parallel_state.get_data_parallel_mesh())
     assert run("1f1b", [chunk], batches, forward_only=True) == expected
     assert run("1f1b", [chunk], batches) == expected
@@ -282,36 +277,34 @@ def test_layers_that_are_sharded(rank: int) -> None:
         torch.testing.assert_close(chunk.module.get_parameter(name).grad.full_tensor(), grad)
 
 
-@on_ranks(2)
-def test_a_part_called_module(rank: int) -> None:
+def test_a_part_called_module() -> None:
     """A stage with nothing else was taken for a wrapper: names that others know lacked it, and tied weights were on no
     stage. What a wrapper wraps would be computed again, which here is never called."""
-    use_groups()
     torch.manual_seed(0)
     inner = Net(lambda net, tokens: F.linear(through(net, emb(tokens)), emb.weight))
     emb = inner.emb  # which the forward has from a closure
     model = nn.Sequential(OrderedDict(module=inner, out=nn.Linear(16, D)))
     config = megapipe.PipelineConfig(recompute="all")
-    check(model, [TOKENS() for _ in range(4)], "1f1b", tied=("module.emb.weight",), config=config)
+    check(model, [TOKENS() for _ in range(4)], "zbv", tied=("module.emb.weight",), config=config)
 
 
 def test_one_tensor_twice_in_the_example() -> None:
     """They became one argument: the second was left out of every step."""
     x, y = torch.randn(3, 5, D), torch.randn(3, 5, D)
-    model = Net(lambda net, x, y: net.head(through(net, x) - y))
+    model = Net(lambda net, x, y: net.head(x) - y)
     (chunk,) = split(model, (x, x), "no_pipelining")
     assert torch.equal(chunk.module(x, y), model(x, y))
 
 
 def test_a_parameter_that_is_returned() -> None:
     """The last stage had no name for it: a KeyError."""
-    first, last = split(Net(lambda net, x: (net.head(through(net, x)), net.emb.weight)), X(), "zbv")
+    first, last = split(Net(lambda net, x: (net.head(net.layers[0](x)), net.emb.weight)), X(), "zbv")
     assert isinstance(last.module(first.module(X()[0]))[1], nn.Parameter)
 
 
 def test_copies_of_a_stage() -> None:
     """As averages of weights are made. torch warned of how its structure of the arguments is copied, on every rank."""
-    (chunk,) = split(Net(through), X(), "no_pipelining")
+    (chunk,) = split(Net(lambda net, x: net.head(x)), X(), "no_pipelining")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         average = copy.deepcopy(chunk)
@@ -396,11 +389,9 @@ REFUSED: dict[str, tuple[str | tuple[str, ...], str]] = {
         r"reads Net\.plain and sets it anew, .*: register it as a buffer",
     ),
     "numbers of Python's": ("made[-1] * random.random()", "draws random numbers of Python"),
-    "numbers of NumPy's": ("made[-1] * float(numpy.random.rand())", "random numbers of NumPy"),
     "a generator": ("made[-1] + torch.rand(D, generator=torch.Generator())", "uses a Generator"),
     "a hook of a tensor": ("hooked(made[-1] * 1.0)", "calls register_hook on a tensor"),
     "vmap": ("torch.vmap(lambda row: row * 2)(made[-1])", r"uses torch\.vmap or torch\.func"),
-    "a gradient": ("made[-1] + torch.func.grad(torch.sum)(made[-1])", r"uses torch\.vmap or torch\.func"),
     "values": ("made[-1] if made[-1].sum() > 0 else -made[-1]", "torch.export refuses it with"),
     "a backward of its own": ("Reversed.apply(made[-1])", r"calls Reversed, a torch.autograd.Func"),
     "reentrant": ("checkpoint(own(MLP), made[-1], use_reentrant=True)", "CheckpointFunc"),
@@ -408,7 +399,6 @@ REFUSED: dict[str, tuple[str | tuple[str, ...], str]] = {
 
 EXPORTS_MORE = torch.__version__ >= "2.13"
 REFUSED_BY_EXPORT = {"a count of calls", "a list that grows", "a tensor that is set anew", "a generator", "vmap"}
-REFUSED_BY_EXPORT |= {"a gradient"}
 """By torch.export itself, in its own words, where it exports less."""
 
 
@@ -448,24 +438,21 @@ def test_a_module_without_memory_stays_so() -> None:
     assert chunk.state_dict().keys() == model.state_dict().keys()
 
 
-@on_ranks(2)
-def test_checkpoints_of_a_weight_that_two_stages_read(rank: int, tmp_path: Path) -> None:
+def test_checkpoints_of_a_weight_that_two_stages_read(tmp_path: Path) -> None:
     """Both stages save it by one name, and a V has both on one rank."""
-    use_groups()
     torch.manual_seed(1)
-    batches = [(torch.randint(16, (3, 5)),) for _ in range(4)]
+    batches = [TOKENS() for _ in range(4)]
 
-    def make(schedule: str) -> tuple[megapipe.checkpoint.Checkpointer, Callable[[], list[float]]]:
+    def make(schedule: str) -> tuple[megapipe.checkpoint.Checkpointer, Callable[[], list[Tensor]]]:
         torch.manual_seed(0)
-        config = megapipe.PipelineConfig(broadcast_reports=True)
-        chunks = split(Net(reads_a_weight_again), batches[0], schedule, config=config)
+        chunks = split(Net(reads_a_weight_again), batches[0], schedule, num_chunks=2 if schedule == "zbv" else 1)
         optimizer = megapipe.PipelinedOptimizer(chunks, lambda groups: torch.optim.AdamW(groups, lr=0.1))
 
-        def train() -> list[float]:
+        def train() -> list[Tensor]:
             losses = run(schedule, chunks, batches)
             optimizer.step()
             optimizer.zero_grad()
-            return [float(loss) for loss in losses]
+            return losses
 
         return megapipe.checkpoint.Checkpointer(tmp_path / "run", chunks, optimizer), train
 
@@ -475,7 +462,7 @@ def test_checkpoints_of_a_weight_that_two_stages_read(rank: int, tmp_path: Path)
     expected = train()
     for checkpointer, train_on in ((saved, train), make("1f1b")):
         checkpointer.load()
-        assert train_on() == pytest.approx(expected, rel=1e-5)
+        torch.testing.assert_close(train_on(), expected, rtol=1e-5, atol=0)
 
 
 class Seq2Seq(nn.Module):

@@ -29,8 +29,10 @@ OPTIONS: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager
 
 
 def make_chunk(name: str, experts: str) -> Any:
-    changes: dict[str, Any] = {"first_k_dense_replace": 1} if name == "deepseek-v3" else {"output_router_logits": False}
-    config = hf_models.make_config(name, num_hidden_layers=2, **changes)
+    """One layer, of experts."""
+    changes = {"deepseek-v3": {"first_k_dense_replace": 0}, "qwen3-moe": {"mlp_only_layers": []}, "mixtral": {}}
+    options = {"output_router_logits": False, **changes[name]} if name != "deepseek-v3" else changes[name]
+    config = hf_models.make_config(name, num_hidden_layers=1, **options)
     (chunk,) = build_chunks(config, "1f1b", experts_implementation=experts, **OPTIONS)
     return weight_grad.convert(chunk)
 
@@ -80,6 +82,6 @@ def test_weight_gradients_are_left_to_w(rank: int) -> None:
         chunk(**batch).backward()
     left = [name for name, parameter in chunk.named_parameters() if parameter.grad is None and name in found]
     assert [name for name in left if "experts.down" in name and "shared" not in name] == [
-        "model.layers.1.mlp.experts.down_proj"
+        "model.layers.0.mlp.experts.down_proj"
     ]
     deferred.run()

@@ -4,8 +4,10 @@ transformers makes it, microbatch by microbatch."""
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import megapipe
 from megapipe import parallel_state
 from megapipe.integrations.transformers import (
+    CannotCutError,
     build,
     build_chunks,
     count_items,
@@ -27,6 +30,7 @@ from megapipe.integrations.transformers import (
     load_weights,
     save_pretrained,
 )
+from megapipe.integrations.transformers.boundaries import FIRST
 from megapipe.integrations.transformers.cut_check import Checked, check_cut
 
 __all__ = ["assert_same_losses"]
@@ -34,18 +38,40 @@ __all__ = ["assert_same_losses"]
 ranks.IMPORTED_ONCE += [name for name in ["transformers.modeling_utils"] if name not in ranks.IMPORTED_ONCE]
 transformers.utils.logging.disable_progress_bar()
 
-_CHECKED: dict[bytes, Checked] = {}
+_CHECKED: dict[bytes, bytes] = {}
 
 
 def check_once(config: Any, layers: Sequence[range], *others: Any) -> Checked:
-    """As `check_cut`, which every rank calls whenever chunks are built: a third of the time of these tests. Here it is
-    called once by each process for each config and cut. test_cut_of_transformers.py tests it by itself."""
+    """As `check_cut`, which every rank calls whenever chunks are built: a third of the time of these tests. Here the
+    first rank calls it, once for each config and cut, and the others are told. test_cut_of_transformers.py tests it by
+    itself."""
+    if len(layers) == 1 or not dist.is_initialized():
+        return check_cut(config, layers, *others)
+    told = [b""]
+    with suppress(CannotCutError):  # which each rank is to find out
+        told = [_checked_before(config, layers, *others)] if dist.get_rank() == 0 else told
+    dist.broadcast_object_list(told)
+    return _Reader(io.BytesIO(told[0])).load() if told[0] else check_cut(config, layers, *others)
+
+
+def _checked_before(config: Any, layers: Sequence[range], *others: Any) -> bytes:
     nameless = copy.copy(config)
     nameless.name_or_path = ""  # the folder, which each test has for itself
     key = pickle.dumps((nameless, layers, others))
-    if len(layers) == 1 or key not in _CHECKED:
-        _CHECKED[key] = check_cut(config, layers, *others)
+    if key not in _CHECKED:
+        _Writer(written := io.BytesIO()).dump(check_cut(config, layers, *others))
+        _CHECKED[key] = written.getvalue()
     return _CHECKED[key]
+
+
+class _Writer(pickle.Pickler):
+    def persistent_id(self, one: Any) -> str | None:
+        return "" if one is FIRST else None  # it is known by what it is, not by its text
+
+
+class _Reader(pickle.Unpickler):
+    def persistent_load(self, _: Any) -> str:
+        return FIRST
 
 
 build.check_cut = check_once

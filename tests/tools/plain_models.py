@@ -54,24 +54,6 @@ class Block(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
-class GPT(nn.Module):
-    def __init__(self, num_layers: int = 2, width: int = 16, is_tied: bool = False) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(31, width)
-        self.positions = nn.Parameter(torch.randn(1, 16, width))
-        self.blocks = nn.ModuleList(Block(width, is_causal=True) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 31, bias=False)
-        if is_tied:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions[:, : tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 class Stack(nn.Module):
     def __init__(self, num_layers: int, width: int, is_decoder: bool) -> None:
         super().__init__()
@@ -102,13 +84,9 @@ def _images(generator: torch.Generator) -> tuple[Any, ...]:
     return (torch.randn(2, 3, 16, 16, generator=generator),)
 
 
-def _tokens(generator: torch.Generator) -> tuple[Any, ...]:
-    return (torch.randint(31, (2, 12), generator=generator),)
-
-
 def _two_texts(generator: torch.Generator) -> tuple[Any, ...]:
     return torch.randint(31, (2, 9), generator=generator), torch.randint(31, (2, 12), generator=generator)
 
 
-MODELS = {"unet": (UNet, _images), "gpt": (GPT, _tokens), "encoder-decoder": (EncoderDecoder, _two_texts)}
+MODELS = {"unet": (UNet, _images), "encoder-decoder": (EncoderDecoder, _two_texts)}
 """What makes a model, and what makes a microbatch of it."""

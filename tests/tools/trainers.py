@@ -148,10 +148,6 @@ def largest_difference(one: Any, other: Any) -> float:
     return 0.0 if one == other else abs(one - other)
 
 
-def parameters_of(model: Any) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters())
-
-
 class OwnLoss:
     """A compute_loss that reads the logits and calls the one above it."""
 

@@ -20,13 +20,10 @@ from megapipe.weight_grad import DeferredGrads
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(TOKENS, IN), (IN,), (0, IN), (2, 0, IN), (2, 3, IN), (2, 3, 2, IN)])
-def test_linear(shape: tuple[int, ...], bias: bool) -> None:
-    compare(nn.Linear(IN, OUT, bias), lambda: torch.randn(shape))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_on_transposed_inputs(bias: bool) -> None:
+def test_linear(bias: bool) -> None:
+    """Of any shape, and on transposed inputs."""
+    for shape in ((TOKENS, IN), (IN,), (0, IN), (2, 3, IN)):
+        compare(nn.Linear(IN, OUT, bias), functools.partial(torch.randn, shape))
     compare(nn.Linear(64, 48, bias), lambda: torch.randn(64, 33).t())
     compare(nn.Linear(64, 48, bias), lambda: torch.randn(33, 5, 64).transpose(0, 1))
 
@@ -93,8 +90,8 @@ def test_transposed_linear(shape: tuple[int, ...], autocast: bool) -> None:
     assert torch.equal(frozen(x := torch.randn(shape)), Transposed.forward(frozen, x))
 
 
-@pytest.mark.parametrize("padding_idx", [None, 2, -1])
-@pytest.mark.parametrize("shape", [(), (0,), (9,), (3, 4), (100,)])
+@pytest.mark.parametrize("padding_idx", [None, -1])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 4), (100,)])
 def test_embedding(shape: tuple[int, ...], padding_idx: int | None) -> None:
     """With fewer and with more tokens than rows; tokens occur several times."""
     compare(nn.Embedding(20, IN, padding_idx), lambda: torch.randint(20, shape))
@@ -145,16 +142,14 @@ class Experts(nn.Module):
         return torch.cat([F.linear(part, w) for part, w in zip(x.split(self.counts), self.experts.weight)])
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 2, 1], [6], [0, 6, 0], [0, 0]])
+@pytest.mark.parametrize("counts", [[3, 0, 2, 1], [6], [0, 0]])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_grouped_linear(counts: list[int], autocast: bool) -> None:
-    def run(grouped: bool, num_microbatches: int, split: bool) -> dict[str, Tensor | None]:
-        make = Experts(counts, grouped)
-        return train(make, lambda: torch.randn(sum(counts), IN), num_microbatches, split, autocast)
+    def run(grouped: bool, split: bool) -> dict[str, Tensor | None]:
+        return train(Experts(counts, grouped), lambda: torch.randn(sum(counts), IN), 3, split, autocast)
 
-    for num_microbatches in (1, 3):
-        assert_same(run(True, num_microbatches, True), run(False, num_microbatches, False))
-        assert_same(run(True, num_microbatches, False), run(False, num_microbatches, False))
+    for split in (True, False):
+        assert_same(run(True, split), run(False, False))
 
 
 def test_grouped_linear_left_to_torch_and_wrong_counts() -> None:
