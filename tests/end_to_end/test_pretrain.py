@@ -166,6 +166,7 @@ def interrupted(rank: int, arguments: str) -> Any:
             return len(line)
 
     EXCUSES.append("a failure")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     with contextlib.redirect_stdout(Output()), pytest.raises(SystemExit) as exiting:
         run_example(rank, arguments)
     return exiting.value.code

@@ -57,10 +57,10 @@ _OF_LOSSES = ("labels", "num_items_in_batch")
 @contextmanager
 def _reporting_to_all(config: Any) -> Iterator[None]:
     """Let the reports of steps come to all ranks, and microbatches have any lengths, masks and positions."""
-    settings = {"broadcast_reports": True, "variable_seq_lengths": True}
-    before = {name: getattr(config, name, False) for name in settings}  # Megatron's config has not all
+    names = ("broadcast_reports", "variable_seq_lengths")
+    before = {name: getattr(config, name, False) for name in names}  # Megatron's config has not all
     try:
-        for name in settings:
+        for name in names:
             setattr(config, name, True)
         yield
     finally:
