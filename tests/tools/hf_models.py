@@ -4,7 +4,6 @@ transformers makes it, microbatch by microbatch."""
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,6 @@ from megapipe.integrations.transformers import (
     load_weights,
     save_pretrained,
 )
-from megapipe.integrations.transformers.boundaries import FIRST
 from megapipe.integrations.transformers.cut_check import Checked, check_cut
 
 __all__ = ["assert_same_losses"]
@@ -51,7 +49,7 @@ def check_once(config: Any, layers: Sequence[range], *others: Any) -> Checked:
     with suppress(CannotCutError):  # which each rank is to find out
         told = [_checked_before(config, layers, *others)] if dist.get_rank() == 0 else told
     dist.broadcast_object_list(told)
-    return _Reader(io.BytesIO(told[0])).load() if told[0] else check_cut(config, layers, *others)
+    return pickle.loads(told[0]) if told[0] else check_cut(config, layers, *others)
 
 
 def _checked_before(config: Any, layers: Sequence[range], *others: Any) -> bytes:
@@ -59,19 +57,8 @@ def _checked_before(config: Any, layers: Sequence[range], *others: Any) -> bytes
     nameless.name_or_path = ""  # the folder, which each test has for itself
     key = pickle.dumps((nameless, layers, others))
     if key not in _CHECKED:
-        _Writer(written := io.BytesIO()).dump(check_cut(config, layers, *others))
-        _CHECKED[key] = written.getvalue()
+        _CHECKED[key] = pickle.dumps(check_cut(config, layers, *others))
     return _CHECKED[key]
-
-
-class _Writer(pickle.Pickler):
-    def persistent_id(self, one: Any) -> str | None:
-        return "" if one is FIRST else None  # it is known by what it is, not by its text
-
-
-class _Reader(pickle.Unpickler):
-    def persistent_load(self, _: Any) -> str:
-        return FIRST
 
 
 build.check_cut = check_once

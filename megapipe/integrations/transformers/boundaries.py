@@ -310,7 +310,7 @@ def form_of(output: Any, first: Any) -> Any:
 
 def form_filled(form: Any, arguments: Mapping[str, Any]) -> Any:
     first = first_tensor(arguments)
-    return pytree.tree_map(lambda leaf: first if isinstance(leaf, str) and leaf is FIRST else leaf, form)
+    return pytree.tree_map(lambda leaf: first if isinstance(leaf, str) and leaf == FIRST else leaf, form)
 
 
 def first_tensor(arguments: Mapping[str, Any]) -> Tensor | None:
