@@ -55,7 +55,7 @@ ROOMS = {
     "layouts": ["tests/test_layouts.py"],
     "messages": ["tests/test_trees.py", f"{_R}/test_pipeline.py"],
     "options/activations": [f"{_R}/test_offload.py", f"{_R}/test_recompute.py"],
-    "options/autocast": [f"{_R}/test_sliced.py", f"{_R}/test_recompute.py", "tests/test_config.py"],
+    "options/autocast": [f"{_R}/test_pipeline.py", "tests/test_config.py"],
     "options/post_validation": [f"{_T}/test_post_validation.py"],
     "options/slicing": [f"{_R}/test_sliced.py", "tests/slices"],
     "options/timers": ["tests/analysis/test_timeline.py", f"{_R}/test_pipeline.py"],

@@ -262,6 +262,17 @@ def test_options_are_around_each_part_of_an_overlapped_forward(rank: int) -> Non
     assert log.count("start forward-compute") == log.count("stop forward-compute") == expected
 
 
+@on_ranks(1)
+def test_autocast_has_a_dtype_of_its_own_or_that_of_messages(rank: int) -> None:
+    for own, expected in ((torch.bfloat16, torch.bfloat16), (None, torch.float16)):
+        (chunk,) = build("1f1b", 1, 1, enable_autocast=True, autocast_dtype=own, pipeline_dtype=torch.float16)
+        computed: set[torch.dtype] = set()
+        linear = next(module for module in chunk.modules() if isinstance(module, nn.Linear))
+        linear.register_forward_hook(lambda module, args, output, computed=computed: computed.add(output.dtype))
+        run("1f1b", [chunk], 1, forward_only=True)
+        assert computed == {expected}
+
+
 @on_ranks(2)
 def test_set_is_first_microbatch(rank: int) -> None:
     (chunk,) = build("1f1b", 2, 4)
