@@ -206,6 +206,7 @@ def _work(jobs: Connection, control: Connection, port: int) -> None:
     timing.for_mistakes = 60.0  # but a machine may be busy
     server = dist.TCPStore("localhost", port)
     threading.Thread(target=_answer, args=(control, threading.main_thread().ident), daemon=True).start()
+    gc.unfreeze()  # what pytest's process has frozen, where this is a fork of it: mutations.py
     CACHES.extend(caches())
     gc.freeze()  # what is imported: else each collection looks at all of it
     gc.set_threshold(10_000, 20, 20)
