@@ -441,7 +441,6 @@ def _causal(batch: Any, head: Any, q: Any, k: Any) -> Any:
     return q >= k
 
 
-@pytest.mark.soak
 def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its capture was refused because torch, which compiles it, puts the random numbers back."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
