@@ -104,9 +104,7 @@ def walk(node: ast.AST, function: str = "") -> Iterator[tuple[str, ast.AST]]:
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or field in ("annotation", "returns", "decorator_list"):
                 continue
-            if isinstance(child, TEXTS) or ast.unparse(child).startswith(
-                ("if TYPE_CHECKING", "warn(", "warnings.warn(")
-            ):
+            if isinstance(child, TEXTS) or ast.unparse(child).startswith(PASSED_OVER):
                 continue
             name = getattr(child, "name", "") if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else ""
             inner = f"{function}.{name}".strip(".") if name else function
